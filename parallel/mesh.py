@@ -1,0 +1,155 @@
+"""The device mesh: sizes of the axes, rank <-> coordinate arithmetic (pure), and the process groups.
+
+Ranks are laid out with the tensor axis innermost, then context, data and pipeline, so that the axes that talk
+most sit closest together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes (config group `parallel`).
+
+    The world is pipeline x data x context x tensor. `sequence_parallel` shards activations between
+    tensor-parallel regions over the tensor axis (Korthikanti et al., arXiv 2205.05198).
+    """
+
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    sequence_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "context_parallel_size",
+            "tensor_parallel_size",
+            "expert_parallel_size",
+        ):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(
+                    f"parallel.{name}={value}: an axis has at least one rank; set it to 1 or more"
+                )
+
+    @property
+    def world_size(self) -> int:
+        return (
+            self.pipeline_parallel_size
+            * self.data_parallel_size
+            * self.context_parallel_size
+            * self.tensor_parallel_size
+        )
+
+    def coordinate_of(self, rank: int) -> Coordinate:
+        """The coordinate of global `rank`."""
+        rest, tensor = divmod(rank, self.tensor_parallel_size)
+        rest, context = divmod(rest, self.context_parallel_size)
+        pipeline, data = divmod(rest, self.data_parallel_size)
+        return Coordinate(pipeline=pipeline, data=data, context=context, tensor=tensor)
+
+    def rank_of(self, coordinate: Coordinate) -> int:
+        """The inverse of `coordinate_of`."""
+        rank = coordinate.pipeline
+        rank = rank * self.data_parallel_size + coordinate.data
+        rank = rank * self.context_parallel_size + coordinate.context
+        return rank * self.tensor_parallel_size + coordinate.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinate:
+    """A rank's place on each axis."""
+
+    pipeline: int
+    data: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """One rank's view of the mesh: its coordinate and the process groups it belongs to.
+
+    tensor, data, pipeline: the groups along one axis, ordered by coordinate.
+    replica: the ranks that hold the same parameters: data x context, times the mirror pair where the schedule
+        keeps two copies of each stage. ZeRO shards over it, gradients are reduced over it.
+    model: tensor x pipeline: together they hold each parameter of the model at least once.
+    world: every rank.
+    pipeline_reverse: a second communicator along the pipeline, because NCCL orders the operations of one
+        communicator and activations and gradients travel in opposite directions.
+    """
+
+    config: MeshConfig
+    rank: int
+    coordinate: Coordinate
+    tensor: dist.ProcessGroup
+    data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    pipeline_reverse: dist.ProcessGroup
+    replica: dist.ProcessGroup
+    world: dist.ProcessGroup
+
+
+def ranks_along(config: MeshConfig, coordinate: Coordinate, *axes: str) -> list[int]:
+    """Global ranks that share every axis of `coordinate` but `axes`, ascending."""
+    ranks: list[int] = []
+    for rank in range(config.world_size):
+        other = config.coordinate_of(rank)
+        if all(
+            getattr(other, axis) == getattr(coordinate, axis)
+            for axis in ("pipeline", "data", "context", "tensor")
+            if axis not in axes
+        ):
+            ranks.append(rank)
+    return ranks
+
+
+def replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
+    """Global ranks that hold the same parameters as the rank at `coordinate`, ascending.
+
+    `mirrored`: each stage has copies on pipeline ranks r and p-1-r (two-copy DualPipe).
+    """
+    size = config.pipeline_parallel_size
+    pair = {coordinate.pipeline, size - 1 - coordinate.pipeline} if mirrored else {coordinate.pipeline}
+    ranks = ranks_along(config, coordinate, "pipeline", "data", "context")
+    return [rank for rank in ranks if config.coordinate_of(rank).pipeline in pair]
+
+
+def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
+    """Build this rank's process groups; torch.distributed must be initialised with the world of `config`.
+
+    Raises ValueError: where the number of processes is not the product of the axes.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size != config.world_size:
+        raise ValueError(
+            f"{world_size} processes were started, but pipeline x data x context x tensor = {config.world_size}; "
+            "start as many processes as the product of the parallel.*_size values"
+        )
+    coordinate = config.coordinate_of(rank)
+
+    def group(ranks: list[int], name: str) -> Any:
+        # Only members take part, and members agree on the name, so no rank waits for groups it is not in.
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+
+    pipeline = ranks_along(config, coordinate, "pipeline")
+    return Mesh(
+        config=config,
+        rank=rank,
+        coordinate=coordinate,
+        tensor=group(ranks_along(config, coordinate, "tensor"), "tensor"),
+        data=group(ranks_along(config, coordinate, "data", "context"), "data"),
+        pipeline=group(pipeline, "pipeline"),
+        pipeline_reverse=group(pipeline, "pipeline_reverse"),
+        replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
+        world=group(list(range(world_size)), "world"),
+    )

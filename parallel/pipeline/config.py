@@ -1,0 +1,41 @@
+"""Config of the pipeline schedule (config group `schedule`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostsConfig:
+    """Time of one action in the simulator, in any one unit.
+
+    forward, input_gradient, weight_gradient: F, I and W; a full backward is I + W.
+    pair: an overlapped forward and backward; null: forward + input_gradient + weight_gradient, nothing hidden.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+    pair: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input_gradient", "weight_gradient", "pair"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"schedule.costs.{name}={value}: a cost is a positive time; set it above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Which schedule, and how many micro-batches a step has (over both directions for `dualpipe`)."""
+
+    name: str = "1f1b"
+    num_microbatches: int = 8
+    costs: CostsConfig = field(default_factory=CostsConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ValueError(
+                f"schedule.num_microbatches={self.num_microbatches}: a step has at least one micro-batch; "
+                "set it to 1 or more"
+            )
