@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -26,18 +36,24 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{name}={value}: must be at least 1; set it to 1 or more")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)}: must be positive; leave it out for the default"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"model.num_heads={self.num_heads}: must be a multiple of model.num_kv_heads={self.num_kv_heads}; "
-                "each group of query heads shares one key/value head"
+                f"model.num_heads={self.num_heads}: must be a multiple of "
+                f"model.num_kv_heads={self.num_kv_heads}; each group of query heads shares one key/value head"
             )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"model.hidden_size={self.hidden_size}: must be a multiple of model.num_heads={self.num_heads}, "
-                "or set model.head_dim"
+                f"model.hidden_size={self.hidden_size}: must be a multiple of "
+                f"model.num_heads={self.num_heads}, or set model.head_dim"
             )
         if self.dim_per_head % 2:
             raise ValueError(f"model.head_dim={self.dim_per_head}: RoPE rotates pairs; use an even head_dim")

@@ -82,8 +82,9 @@ class Mesh:
     tensor, data, pipeline: the groups along one axis, ordered by coordinate.
     replica: the ranks that hold the same parameters: data x context, times the mirror pair where the schedule
         keeps two copies of each stage. ZeRO shards over it, gradients are reduced over it.
-    model: tensor x pipeline: together they hold each parameter of the model at least once.
     world: every rank.
+    ends: the ranks of the first and the last stage at this coordinate of the other axes, which hold the two
+        copies of a tied embedding; on ranks between them, and where both stages share a rank, this rank alone.
     pipeline_reverse: a second communicator along the pipeline, because NCCL orders the operations of one
         communicator and activations and gradients travel in opposite directions.
     """
@@ -96,6 +97,7 @@ class Mesh:
     pipeline: dist.ProcessGroup
     pipeline_reverse: dist.ProcessGroup
     replica: dist.ProcessGroup
+    ends: dist.ProcessGroup
     world: dist.ProcessGroup
 
 
@@ -122,6 +124,15 @@ def replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool)
     pair = {coordinate.pipeline, size - 1 - coordinate.pipeline} if mirrored else {coordinate.pipeline}
     ranks = ranks_along(config, coordinate, "pipeline", "data", "context")
     return [rank for rank in ranks if config.coordinate_of(rank).pipeline in pair]
+
+
+def ends_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
+    """Global ranks between which a tied embedding's gradients are added, ascending (see `Mesh.ends`)."""
+    last = config.pipeline_parallel_size - 1
+    if mirrored or coordinate.pipeline not in (0, last):
+        return [config.rank_of(coordinate)]
+    ranks = ranks_along(config, coordinate, "pipeline")
+    return [rank for rank in ranks if config.coordinate_of(rank).pipeline in (0, last)]
 
 
 def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
@@ -151,5 +162,6 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         pipeline=group(pipeline, "pipeline"),
         pipeline_reverse=group(pipeline, "pipeline_reverse"),
         replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
+        ends=group(ends_ranks(config, coordinate, mirrored=mirrored), "ends"),
         world=group(list(range(world_size)), "world"),
     )

@@ -7,9 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """interval_steps: 0 saves at the end only. keep: newest checkpoints kept. resume: a run folder to go on from."""
+    """When checkpoints are written, how many are kept, and where a run goes on from.
+
+    interval_steps: 0 saves at the end only. keep: newest checkpoints kept. resume: a run folder to go on from.
+    verify_checksums: on load, read every file once more and compare its crc32; sizes are always compared.
+    """
 
     enabled: bool = True
     interval_steps: int = 0
     keep: int = 2
     resume: str | None = None
+    verify_checksums: bool = True
+
+    def __post_init__(self) -> None:
+        if self.interval_steps < 0:
+            raise ValueError(
+                f"checkpoint.interval_steps={self.interval_steps}: a number of steps; set it to 0 to save at the "
+                "end only, or to 1 or more"
+            )
+        if self.keep < 1:
+            raise ValueError(
+                f"checkpoint.keep={self.keep}: at least the newest checkpoint is kept; set it to 1 or more, or "
+                "checkpoint.enabled=false to write none"
+            )

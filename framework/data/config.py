@@ -34,6 +34,7 @@ class DataConfig:
         sources and documentation of the Python that runs this.
     seq_length: tokens of one sample. micro_batch_size: samples of one micro-batch on one data-parallel rank.
     validation_fraction: share of the documents held out; validation_batches: global batches evaluated.
+    max_bytes: read no more text than this, in the order of the sources; null reads all of it.
     cache_dir: where tokenizer and token shards are kept; null is ~/.cache/counterflow.
     """
 
@@ -53,4 +54,12 @@ class DataConfig:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction}: a share of the documents, from 0 up to 1"
+            )
+        if self.validation_batches < 0:
+            raise ValueError(
+                f"data.validation_batches={self.validation_batches}: a number of batches; 0 evaluates none"
+            )
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise ValueError(
+                f"data.max_bytes={self.max_bytes}: must be at least 1; leave it null to read the whole corpus"
             )

@@ -1,0 +1,158 @@
+"""Boxes: which part of which global tensor a rank holds.
+
+A checkpoint names tensors by their place in the whole model and stores axis-aligned boxes of them, so nothing
+in it depends on the layout that wrote it. A ZeRO shard is a flat range of a parameter, which is at most
+2n - 1 boxes of an n-d tensor; a tensor-parallel shard is one box, of which padding is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel.parameters import ParameterPlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """An axis-aligned part of a tensor that is also contiguous in its row-major flat form.
+
+    offsets, sizes: per dim. flat_start, flat_stop: the same elements as a range of the flat tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    flat_start: int
+    flat_stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBox:
+    """A box of the whole, unpadded tensor, and `kept`: the part of the local box that it is, one slice a dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    kept: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorBox:
+    """A local tensor (any strides, any device) and its place in a global tensor.
+
+    name: global and free of the layout, such as `model.layers.3.attention.q_proj.weight`.
+    global_shape: shape of the whole tensor, without padding. offsets: first index per dim.
+    tensor: shape is that of the box; `load` fills it in place.
+
+    Raises ValueError: where the box does not lie inside `global_shape`.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        inside = len(self.offsets) == len(sizes) == len(self.global_shape) and all(
+            offset >= 0 and offset + size <= whole
+            for offset, size, whole in zip(self.offsets, sizes, self.global_shape, strict=True)
+        )
+        if not inside:
+            raise ValueError(
+                f"tensor '{self.name}': a box of shape {sizes} at {tuple(self.offsets)} is not inside the global "
+                f"shape {tuple(self.global_shape)}; cut padding off (`globalize`) and give one offset per dim"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Cut the flat row-major range [start, stop) of a tensor of `shape` into boxes, in flat order.
+
+    At most max(1, 2n - 1) boxes for n dims; none for an empty range.
+    """
+    assert 0 <= start <= stop <= math.prod(shape), (tuple(shape), start, stop)
+    return tuple(_cut(tuple(shape), start, stop, (), 0))
+
+
+def _cut(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], base: int) -> list[Box]:
+    """Boxes of [start, stop) of the sub-tensor `shape` at index `prefix`, whose first element is flat `base`."""
+    if start >= stop:
+        return []
+
+    def box(offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, last: int) -> Box:
+        return Box(
+            offsets=prefix + offsets,
+            sizes=(1,) * len(prefix) + sizes,
+            flat_start=base + first,
+            flat_stop=base + last,
+        )
+
+    if len(shape) <= 1:
+        return [box((start,) if shape else (), (stop - start,) if shape else (), start, stop)]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _cut(shape[1:], head, tail, (*prefix, first), base + first * row)
+    boxes: list[Box] = []
+    if head:
+        boxes += _cut(shape[1:], head, row, (*prefix, first), base + first * row)
+        first += 1
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        boxes.append(box((first, *zeros), (last - first, *shape[1:]), first * row, last * row))
+    return boxes + _cut(shape[1:], 0, tail, (*prefix, last), base + last * row)
+
+
+def globalize(
+    box: Box, tensor_dim: int | None, tensor_start: int, global_shape: Sequence[int]
+) -> GlobalBox | None:
+    """Shift a box of a tensor-parallel local tensor into the whole tensor, without padding.
+
+    The local tensor begins at index `tensor_start` of `tensor_dim` (None: it is not cut). Padding lies behind
+    the end of the whole tensor, so what is kept of a partly padded box is its front. None: padding only.
+    """
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    if tensor_dim is not None:
+        offsets[tensor_dim] += tensor_start
+        sizes[tensor_dim] = min(sizes[tensor_dim], global_shape[tensor_dim] - offsets[tensor_dim])
+        if sizes[tensor_dim] <= 0:
+            return None
+    return GlobalBox(offsets=tuple(offsets), sizes=tuple(sizes), kept=tuple(slice(0, size) for size in sizes))
+
+
+def shard_boxes(
+    name: str,
+    flat: Tensor,
+    start: int,
+    local_shape: Sequence[int],
+    placement: ParameterPlacement,
+) -> tuple[TensorBox, ...]:
+    """The boxes held by a flat shard of a (tensor-parallel) local parameter; their tensors are views of `flat`.
+
+    flat: 1-d, elements [start, start + flat.numel()) of the local parameter in row-major order; elements
+    behind its end are the shard's own padding. local_shape: shape of the unsharded local parameter.
+    A whole parameter is `shard_boxes(name, parameter.view(-1), 0, parameter.shape, placement)`.
+    """
+    assert flat.dim() == 1, flat.shape
+    numel = math.prod(local_shape)
+    boxes: list[TensorBox] = []
+    for box in boxes_of_range(local_shape, min(start, numel), min(start + flat.numel(), numel)):
+        found = globalize(box, placement.tensor_dim, placement.tensor_start, placement.global_shape)
+        if found is None:
+            continue
+        local = flat[box.flat_start - start : box.flat_stop - start].view(box.sizes)
+        boxes.append(
+            TensorBox(
+                name=name,
+                global_shape=tuple(placement.global_shape),
+                offsets=found.offsets,
+                tensor=local[found.kept] if found.kept else local,
+            )
+        )
+    return tuple(boxes)

@@ -1,0 +1,330 @@
+"""TrainConfig: the whole configuration, composed of its owners' dataclasses, and the rules that cross them.
+
+A config comes in as a plain mapping (`from_mapping`: names and types), each dataclass holds its own rules, and
+`check` holds those that need more than one of them. Every mistake is a ValueError: value, rule, remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from framework.checkpoint.config import CheckpointConfig
+from framework.compositions import refused
+from framework.data.config import DataConfig, TokenizerConfig
+from framework.errors import ConfigError
+from framework.metrics.config import LoggerConfig
+from framework.optimizer_config import OptimizerConfig, PrecisionConfig
+from models.config import ModelConfig
+from parallel.mesh import MeshConfig
+from parallel.pipeline.action import Schedule
+from parallel.pipeline.config import ScheduleConfig
+from parallel.pipeline.generate import generate
+from parallel.zero_config import ZeroConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Length of a run. eval_interval_steps: 0 measures the validation loss at the end only."""
+
+    num_steps: int = 100
+    eval_interval_steps: int = 50
+    log_interval_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(
+                f"training.num_steps={self.num_steps}: a run has at least one step; set it to 1 or more"
+            )
+        if self.eval_interval_steps < 0:
+            raise ValueError(
+                f"training.eval_interval_steps={self.eval_interval_steps}: a number of steps; set it to 1 or more, "
+                "or to 0 for the end only"
+            )
+        if self.log_interval_steps < 1:
+            raise ValueError(
+                f"training.log_interval_steps={self.log_interval_steps}: a number of steps; set it to 1 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommConfig:
+    """timeout_s: a collective or receive that waits longer ends the run."""
+
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ValueError(
+                f"comm.timeout_s={self.timeout_s}: a positive time in seconds; 60 is the default"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherConfig:
+    """How local ranks are started.
+
+    runs_dir: folder that holds the runs' folders. threads_per_rank: compute threads of a rank; null shares the
+    cores out. grace_s: time a rank has to stop by itself before it is killed.
+    """
+
+    runs_dir: str = "runs"
+    threads_per_rank: int | None = None
+    grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.threads_per_rank is not None and self.threads_per_rank < 1:
+            raise ValueError(
+                f"launcher.threads_per_rank={self.threads_per_rank}: a rank needs at least one thread; set it to 1 "
+                "or more, or to null to share the cores out"
+            )
+        if not 0 <= self.grace_s <= 10:
+            raise ValueError(
+                f"launcher.grace_s={self.grace_s}: seconds from 0 to 10, so that a failed run ends promptly"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything a run depends on. The nodes are the names of the command line (`parallel.tensor_parallel_size=8`)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: MeshConfig = field(default_factory=MeshConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    seed: int = 0
+    deterministic: bool = True
+
+
+def check(config: TrainConfig) -> None:
+    """Hold `config` against the rules that cross its nodes.
+
+    Raises ConfigError: naming every rule broken, with the values and a remedy.
+    """
+    problems = refused(config)
+    problems += _tensor_problems(config)
+    try:
+        schedule = build_schedule(config.schedule, config.parallel)
+    except ValueError as error:
+        problems.append(str(error))
+    else:
+        if config.model.num_layers < schedule.num_stages:
+            problems.append(
+                f"model.num_layers={config.model.num_layers}: schedule={config.schedule.name} with "
+                f"parallel.pipeline_parallel_size={config.parallel.pipeline_parallel_size} has "
+                f"{schedule.num_stages} stages and each needs a layer; set model.num_layers to "
+                f"{schedule.num_stages} or more, or lower parallel.pipeline_parallel_size"
+            )
+    vocab_size = config.model.vocab_size
+    if vocab_size is not None and config.tokenizer.kind == "bpe" and vocab_size < config.tokenizer.vocab_size:
+        problems.append(
+            f"model.vocab_size={vocab_size}: smaller than tokenizer.vocab_size={config.tokenizer.vocab_size}, so "
+            "some tokens would have no embedding; set model.vocab_size=null to take the tokenizer's size"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
+    """The schedule that `schedule` names, for this many pipeline ranks.
+
+    Raises ValueError: for a name that no generator has, or (ranks, micro-batches) that its rule refuses.
+    """
+    return generate(schedule.name, parallel.pipeline_parallel_size, schedule.num_microbatches)
+
+
+def _tensor_problems(config: TrainConfig) -> list[str]:
+    tensor_parallel_size = config.parallel.tensor_parallel_size
+    divisible = {
+        "model.num_heads": (config.model.num_heads, "attention heads are shared out"),
+        "model.num_kv_heads": (config.model.num_kv_heads, "key/value heads are shared out"),
+        "model.intermediate_size": (config.model.intermediate_size, "the MLP's columns are shared out"),
+    }
+    if config.parallel.sequence_parallel:
+        divisible["data.seq_length"] = (
+            config.data.seq_length,
+            "sequence parallelism cuts each sample into equal parts",
+        )
+    problems: list[str] = []
+    for name, (value, why) in divisible.items():
+        if value % tensor_parallel_size:
+            multiple = -(-value // tensor_parallel_size) * tensor_parallel_size
+            problems.append(
+                f"{name}={value}: must be a multiple of parallel.tensor_parallel_size={tensor_parallel_size}, over "
+                f"which {why}; try {name}={multiple}, or parallel.tensor_parallel_size="
+                f"{_largest_divisor(value, tensor_parallel_size)}"
+                + (
+                    ", or parallel.sequence_parallel=false"
+                    if name == "data.seq_length" and tensor_parallel_size > 1
+                    else ""
+                )
+            )
+    return problems
+
+
+def _largest_divisor(value: int, at_most: int) -> int:
+    return next(size for size in range(at_most, 0, -1) if value % size == 0)
+
+
+def from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
+    """`mapping` (nested, plain values, lists for tuples) as the dataclass `cls`; missing keys keep their defaults.
+
+    Raises ConfigError: naming every unknown key, wrong type and broken rule of a node, by its full dotted name.
+    """
+    problems: list[str] = []
+    known = dotted_names(cls)
+    result = _read(cls, mapping, "", known, problems)
+    if problems:
+        raise ConfigError(problems)
+    return cast(T, result)
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """A config dataclass as nested plain values (dicts, lists, str, int, float, bool, None): what YAML holds."""
+    return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
+
+
+def config_hash(config: Any) -> str:
+    """64 hex digits that are equal for equal configs, whatever wrote them."""
+    text = json.dumps(to_mapping(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dotted_names(cls: type[Any], prefix: str = "") -> tuple[str, ...]:
+    """The full dotted name of every node and value of the dataclass `cls`."""
+    names: list[str] = []
+    for name, hint in get_type_hints(cls).items():
+        names.append(prefix + name)
+        if is_dataclass(hint):
+            names.extend(dotted_names(cast(type[Any], hint), f"{prefix}{name}."))
+    return tuple(names)
+
+
+def unknown_key(dotted: str, known: Sequence[str]) -> str:
+    """The message for a key that the config does not have, with the nearest names it does have."""
+    node, _, leaf = dotted.rpartition(".")
+    siblings = [name for name in known if name.rpartition(".")[0] == node]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    near = [f"{node}." * bool(node) + name for name in _close(leaf, [_leaf(name) for name in siblings])]
+    # Else the right name in another node, as in num_microbatches for schedule.num_microbatches, or a slip in both.
+    near = near or same_leaf or difflib.get_close_matches(dotted, known, n=1, cutoff=0.7)
+    if near:
+        remedy = f"did you mean {' or '.join(near[:3])}?"
+    elif node and siblings:
+        remedy = f"{node} has {', '.join(_leaf(name) for name in siblings)}"
+    else:
+        remedy = "`counterflow train --cfg job` prints every key"
+    return f"{dotted}: the config has no such key; {remedy}"
+
+
+def _leaf(dotted: str) -> str:
+    return dotted.rpartition(".")[2]
+
+
+def _close(word: str, names: Sequence[str]) -> list[str]:
+    """The names that look like `word`, else those it is a part of (`lr` for `base_lr`)."""
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    return close or [name for name in names if f"_{word}" in f"_{name}" and name.endswith(word)]
+
+
+def _did_you_mean(value: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(value, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_mapping(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in cast(tuple[Any, ...], value)]
+    return value
+
+
+def _read(
+    cls: type[Any], mapping: Mapping[str, Any], prefix: str, known: Sequence[str], problems: list[str]
+) -> Any:
+    """One dataclass of the tree, or None once `problems` has something to say about it."""
+    hints = get_type_hints(cls)
+    before = len(problems)
+    values: dict[str, Any] = {}
+    for key, value in mapping.items():
+        dotted = f"{prefix}{key}"
+        if key not in hints:
+            problems.append(unknown_key(dotted, known))
+        elif is_dataclass(hints[key]):
+            if isinstance(value, Mapping):
+                node = cast(Mapping[str, Any], value)
+                values[key] = _read(cast(type[Any], hints[key]), node, f"{dotted}.", known, problems)
+            else:
+                node_names = [name for name in known if name.startswith(f"{dotted}.")]
+                problems.append(
+                    f"{dotted}={value!r}: a group of values; set {', '.join(node_names[:3])}, ..."
+                )
+        else:
+            values[key] = _read_value(hints[key], value, dotted, _default(cls, key), problems)
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _default(cls: type[Any], key: str) -> Any:
+    return next(item.default for item in fields(cls) if item.name == key)
+
+
+def _read_value(hint: Any, value: Any, dotted: str, default: Any, problems: list[str]) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    if isinstance(value, list) and get_origin(hint) is tuple:
+        value = tuple(cast(list[Any], value))
+    # pydantic takes True for Literal[1] and 1.0 as well, for they compare equal.
+    same_type = get_origin(hint) is not Literal or any(type(value) is type(item) for item in get_args(hint))
+    try:
+        if same_type:
+            return TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError:
+        pass
+    options = [str(item) for item in get_args(hint)] if get_origin(hint) is Literal else []
+    near = _did_you_mean(value, options) if isinstance(value, str) else ""
+    usual = "" if default is MISSING else f"; the default is {dotted}={_as_text(default)}"
+    problems.append(f"{dotted}={_as_text(value)}: must be {_describe(hint)}{near}{usual}")
+    return None
+
+
+def _as_text(value: Any) -> str:
+    """A value as it stands on the command line; text is quoted, so that '8' and 8 are told apart."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(cast(tuple[Any, ...], value))) if isinstance(value, tuple) else repr(value)
+
+
+def _describe(hint: Any) -> str:
+    """A type as a newcomer reads it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(arg) for arg in args)
+    if origin is tuple:
+        return "a list, as in [a,b]"
+    plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", NoneType: "null"}
+    return plain.get(hint, str(hint))

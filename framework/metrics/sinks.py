@@ -1,0 +1,276 @@
+"""Where records go: a JSONL file, Weights & Biases, TensorBoard.
+
+Opened by global rank 0 only. A sink never decides what is measured, and it never stops a run: what it cannot do
+is refused by `check_logger` before the first rank starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from framework.metrics.config import LoggerConfig
+from framework.metrics.record import RunSummary, StepRecord
+
+Status = Literal["finished", "failed", "interrupted"]
+_log = logging.getLogger(__name__)
+_FINISH_TIMEOUT_S = 60
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+_SECRET_WORDS = frozenset({"secret", "password", "passwd", "token", "credential", "credentials", "apikey"})
+
+
+class Sink(Protocol):
+    """Takes the records of a run; `folder` is where it keeps them, None where it keeps none."""
+
+    @property
+    def folder(self) -> Path | None: ...
+
+    def log(self, record: StepRecord) -> None: ...
+
+    def summary(self, summary: RunSummary) -> None: ...
+
+    def close(self, status: Status) -> None: ...
+
+
+def check_logger(config: LoggerConfig) -> None:
+    """Refuse, before a process starts, a logger that cannot work here.
+
+    Raises ValueError: where TensorBoard is not installed, or online W&B has no API key.
+    """
+    if config.name == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "logger=tensorboard: the package tensorboard is not installed; "
+            "pip install 'counterflow[tensorboard]', or take logger=jsonl"
+        )
+    if config.name == "wandb" and _wandb_mode(config) == "online":
+        import wandb
+
+        if not wandb.api.api_key:
+            raise ValueError(
+                "logger.mode=online: W&B has no API key here; run `wandb login` or set WANDB_API_KEY, or take "
+                "logger.mode=offline and `wandb sync` later"
+            )
+
+
+def open_sinks(
+    config: LoggerConfig, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None = None
+) -> list[Sink]:
+    """The sinks of `config.name`, writing under `run_dir`.
+
+    run_config: the composed config as plain values; whatever looks like a secret is not passed on.
+    resume_step: the first step this run will do; records from it on, left by an earlier run, are dropped.
+    """
+    if config.name == "none":
+        return []
+    run_dir.mkdir(parents=True, exist_ok=True)
+    sinks: list[Sink] = [JsonlSink(run_dir, resume_step)]
+    if config.name == "wandb":
+        sinks.append(WandbSink(config, run_dir, without_secrets(run_config)))
+    elif config.name == "tensorboard":
+        sinks.append(TensorBoardSink(run_dir, resume_step))
+    return sinks
+
+
+def wandb_dir(sinks: Sequence[Sink]) -> str | None:
+    """The offline folder of the W&B sink among `sinks`, if there is one."""
+    for sink in sinks:
+        if isinstance(sink, WandbSink) and sink.folder is not None:
+            return str(sink.folder)
+    return None
+
+
+class JsonlSink:
+    """`metrics.jsonl`, one flushed line a step, so a killed run keeps all it did; `summary.json` at the end."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        self._run_dir = run_dir
+        path = run_dir / METRICS_FILE
+        if path.exists():
+            kept = [record for record in read_records(path) if record.step < (resume_step or 0)]
+            rewritten = path.with_suffix(".rewritten")
+            rewritten.write_text("".join(record.to_json() + "\n" for record in kept))
+            rewritten.replace(path)
+        self._stream = path.open("a")
+
+    @property
+    def folder(self) -> Path | None:
+        return self._run_dir
+
+    def log(self, record: StepRecord) -> None:
+        self._stream.write(record.to_json() + "\n")
+        self._stream.flush()
+
+    def summary(self, summary: RunSummary) -> None:
+        (self._run_dir / SUMMARY_FILE).write_text(summary.to_json() + "\n")
+
+    def close(self, status: Status) -> None:
+        self._stream.close()
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """The step records of a `metrics.jsonl`. A last line that a killed run left unfinished is passed over.
+
+    Raises ValueError: where any other line is not a record.
+    """
+    lines = path.read_text().splitlines()
+    records: list[StepRecord] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(StepRecord.from_json(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}:{number}: {error}; remove the line to read the rest") from None
+    return records
+
+
+class WandbSink:
+    """One W&B run, kept below the run's folder; WANDB_MODE overrides `config.mode`.
+
+    A resumed run keeps its W&B id, so that syncing both offline folders gives one run. Where W&B fails once
+    training goes on, that is said in the log, once, and the run goes on without it.
+    """
+
+    def __init__(self, config: LoggerConfig, run_dir: Path, run_config: dict[str, Any]) -> None:
+        """Raises ValueError: where W&B cannot start the run, for example without access to its server."""
+        import wandb
+
+        mode = _wandb_mode(config)
+        id_file = run_dir / "wandb" / "run-id.txt"
+        known_id = id_file.read_text().strip() if id_file.exists() else None
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_save_requirements=False,
+            # Its system monitor is a process that outlives a killed trainer by many seconds (seen in 0.31).
+            x_disable_stats=True,
+            init_timeout=60,
+        )
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                name=run_dir.name,
+                dir=str(run_dir),
+                id=known_id,
+                mode=mode,
+                resume="allow" if known_id and mode == "online" else None,
+                config=run_config,
+                settings=settings,
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"logger=wandb: W&B could not start a run in mode {mode} ({type(error).__name__}: {error}); take "
+                "logger.mode=offline and `wandb sync` later, or logger=jsonl"
+            ) from error
+        self._broken = False
+        self._folder = None if mode == "disabled" else Path(self._run.settings.sync_dir)
+        if self._folder is not None and known_id is None:
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(self._run.id + "\n")
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder
+
+    def log(self, record: StepRecord) -> None:
+        self._try(lambda: self._run.log(record.scalars(), step=record.step))
+
+    def summary(self, summary: RunSummary) -> None:
+        values = {
+            "final_loss": summary.final_loss,
+            "final_validation_loss": summary.validation_loss,
+            "mean_tokens_per_s": summary.tokens_per_s,
+            "seconds": summary.seconds,
+        }
+        self._try(lambda: self._run.summary.update(values))
+
+    def close(self, status: Status) -> None:
+        """Finish the W&B run; an upload that does not end in a minute is left to `wandb sync`."""
+        exit_code = 0 if status == "finished" else 1
+        finishing = threading.Thread(
+            target=self._try, args=(lambda: self._run.finish(exit_code=exit_code),), daemon=True
+        )
+        finishing.start()
+        finishing.join(_FINISH_TIMEOUT_S)
+        if finishing.is_alive():
+            _log.warning(
+                "W&B has not finished after %d s; run `wandb sync %s` later", _FINISH_TIMEOUT_S, self._folder
+            )
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self._broken:
+            return
+        try:
+            action()
+        except Exception as error:  # whatever a logger does, the training goes on
+            self._broken = True
+            _log.warning(
+                "W&B stopped taking records (%s: %s); metrics.jsonl goes on", type(error).__name__, error
+            )
+
+
+class TensorBoardSink:
+    """Event files in `tensorboard/` below the run's folder."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._folder = run_dir / "tensorboard"
+        self._writer = SummaryWriter(str(self._folder), purge_step=resume_step)
+
+    @property
+    def folder(self) -> Path | None:
+        return self._folder
+
+    def log(self, record: StepRecord) -> None:
+        for name, value in record.scalars().items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def summary(self, summary: RunSummary) -> None:
+        self._writer.add_text("summary", f"```\n{summary.to_json()}\n```", summary.steps)
+
+    def close(self, status: Status) -> None:
+        self._writer.close()
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` in which whatever looks like a secret is `***`.
+
+    That is a text under a name such as `api_key`, `hub_token` or `password`, and the password of a URL.
+    """
+    return {str(key): _redact(str(key), value) for key, value in values.items()}
+
+
+def _redact(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, (list, tuple)):
+        return [_redact(name, each) for each in value]
+    if isinstance(value, str):
+        words = set(name.lower().replace("-", "_").split("_"))
+        if words & _SECRET_WORDS or {"api", "key"} <= words or {"access", "key"} <= words:
+            return "***"
+        return re.sub(r"(\w+://[^/\s:@]*):[^/\s@]+@", r"\1:***@", value)
+    return value
+
+
+def _wandb_mode(config: LoggerConfig) -> Literal["online", "offline", "disabled"]:
+    mode = os.environ.get("WANDB_MODE") or config.mode
+    if mode == "dryrun":
+        return "offline"
+    if mode in ("online", "run"):
+        return "online"
+    if mode in ("offline", "disabled"):
+        return mode
+    raise ValueError(
+        f"WANDB_MODE={mode}: W&B knows online, offline and disabled; set one of them or unset it"
+    )

@@ -1,0 +1,107 @@
+"""Checkpoints of a run: which tensors, under which names, and when."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from framework.build import Assembly
+from framework.checkpoint.box import TensorBox, shard_boxes
+from framework.checkpoint.manifest import latest, prune, step_folder, step_of
+from framework.checkpoint.rng import rng_state, set_rng_state
+from framework.checkpoint.storage import load, read_rank_state, save
+from framework.run import RunContext
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def state_boxes(assembly: Assembly) -> Iterator[TensorBox]:
+    """Masters and optimizer state of this rank under their global names.
+
+    `model.<parameter>` and `optimizer.<state>.<parameter>`; both copies of a tied parameter have one name.
+    """
+    for owned in assembly.optimizer.owned:
+        fragment = owned.fragment
+        slot = fragment.slot
+        name = slot.placement.tied_to or slot.name
+        tensors = {f"model.{name}": fragment.master}
+        tensors |= {f"optimizer.{state}.{name}": tensor for state, tensor in owned.state.items()}
+        for key, tensor in tensors.items():
+            yield from shard_boxes(key, tensor, fragment.start, slot.shape, slot.placement)
+
+
+def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
+    """Write the checkpoint after `num_steps` steps and prune older ones."""
+    folder = step_folder(checkpoints_of(run.run_dir), num_steps)
+    metadata: dict[str, Any] = {
+        "num_steps": num_steps,
+        "num_samples": num_steps * assembly.train.global_batch_size,
+        "global_batch_size": assembly.train.global_batch_size,
+        "seed": assembly.config.seed,
+        "config_hash": run.config_hash,
+        "data_hash": run.data.content_hash,
+    }
+    save(folder, list(state_boxes(assembly)), metadata, group=assembly.mesh.world, rank_state=rng_state())
+    if assembly.mesh.rank == 0:
+        prune(folder.parent, assembly.config.checkpoint.keep)
+    dist.barrier(group=assembly.mesh.world)
+
+
+def save_if_due(assembly: Assembly, run: RunContext, num_steps: int, saved: int) -> int:
+    """Save where the interval or the end of the run says so; the step of the newest checkpoint."""
+    config = assembly.config.checkpoint
+    is_due = config.interval_steps > 0 and num_steps % config.interval_steps == 0
+    is_last = num_steps == assembly.config.training.num_steps
+    if not config.enabled or not (is_due or is_last) or num_steps == saved:
+        return saved
+    save_state(assembly, run, num_steps)
+    return num_steps
+
+
+def resume(assembly: Assembly, run: RunContext) -> int:
+    """Load the newest whole checkpoint of the run to go on from; the first step to do.
+
+    Raises ValueError: where that run has no checkpoint, trained on other data, or another global batch.
+    """
+    source = assembly.config.checkpoint.resume
+    if source is None:
+        return 0
+    folder = latest(checkpoints_of(Path(source)))
+    if folder is None:
+        raise ValueError(
+            f"checkpoint.resume={source}: there is no whole checkpoint under {checkpoints_of(Path(source))}; "
+            "name the folder of a run that has saved one, or leave checkpoint.resume out to start anew"
+        )
+    metadata = load(folder, list(state_boxes(assembly)), group=assembly.mesh.world)
+    for key, mine, remedy in (
+        ("data_hash", run.data.content_hash, "use the same data.* and tokenizer.* values"),
+        ("seed", assembly.config.seed, "use the same seed"),
+        (
+            "global_batch_size",
+            assembly.train.global_batch_size,
+            "keep micro-batches x micro_batch_size x data_parallel_size as it was",
+        ),
+    ):
+        if metadata[key] != mine:
+            raise ValueError(
+                f"checkpoint.resume={source}: its {key} is {metadata[key]} and this run's is {mine}, so samples "
+                f"would be repeated or left out; {remedy}"
+            )
+    assembly.optimizer.restore(metadata["num_steps"])
+    state = read_rank_state(folder, assembly.mesh.rank, assembly.mesh.world.size())
+    if state is None:
+        logger.warning(
+            "%s was written by another number of ranks: random generators start from the seed", folder
+        )
+    else:
+        set_rng_state(state)
+    return step_of(folder)

@@ -1,0 +1,289 @@
+"""The training loop, as functions: a step returns a record, the loop hands it on."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from framework import run_checkpoint
+from framework.build import COMPUTE_DTYPES, Assembly, build, start_process_group
+from framework.config import TrainConfig, to_mapping
+from framework.lr import learning_rate
+from framework.metrics.console import Console
+from framework.metrics.hardware import device_name, peak_flops
+from framework.metrics.plot import plot_loss
+from framework.metrics.record import Bubbles, RunSummary, StepRecord
+from framework.metrics.sinks import open_sinks, wandb_dir
+from framework.run import RunContext
+from parallel.collectives import all_gather_into, all_reduce
+from parallel.loss import vocab_parallel_cross_entropy
+from parallel.zero import add_tied_gradients
+
+BYTE_AXES = ("tensor", "data", "pipeline", "world")
+
+
+class RankStep(NamedTuple):
+    """What one rank measured in a step; every field is a number, gathered from all ranks as one vector."""
+
+    loss: float
+    step_s: float
+    pipeline_s: float
+    busy_s: float
+    peak_live_activations: float
+    peak_memory_bytes: float
+    tensor_bytes: float
+    data_bytes: float
+    pipeline_bytes: float
+    world_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """A step's result before it is a record: the same on every rank."""
+
+    grad_norm: float
+    learning_rate: float
+    ranks: tuple[RankStep, ...]
+
+
+def token_loss(assembly: Assembly, num_valid_tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss function of one micro-batch: the sum over its tokens, over the valid tokens of the global batch."""
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        losses = vocab_parallel_cross_entropy(
+            logits, targets, assembly.axes.tensor, vocab_size=assembly.vocab_size
+        )
+        return losses.sum() / num_valid_tokens
+
+    return loss_fn
+
+
+def forward_backward(assembly: Assembly, step: int) -> tuple[float, Any]:
+    """Forward and backward of the global batch of `step`: (this rank's part of the loss, trace).
+
+    Afterwards the gradients of every fragment are complete: summed over micro-batches, replicas, the tensor
+    axis where partial, and both ends of a tie.
+    """
+    batch = assembly.train.batch(step)
+    device = assembly.device
+    result = assembly.runtime.step(
+        [tokens.to(device) for tokens in batch.tokens],
+        [targets.to(device) for targets in batch.targets],
+        token_loss(assembly, batch.num_valid_tokens),
+        loss_reduction="sum",
+        share_losses=False,
+    )
+    add_tied_gradients(assembly.stages.values(), assembly.axes.ends)
+    # Tensor-parallel ranks all compute the loss; it is counted once.
+    loss = float(result.losses.sum()) if assembly.axes.tensor.rank == 0 else 0.0
+    return loss, result.trace
+
+
+def train_step(assembly: Assembly, step: int) -> StepOutcome:
+    """One optimizer step over the global batch of `step`."""
+    config, meter = assembly.config, assembly.axes.meter
+    started = time.perf_counter()
+    meter.reset()
+    loss, trace = forward_backward(assembly, step)
+    rate = learning_rate(
+        config.optimizer.lr_schedule,
+        step,
+        config.training.num_steps,
+        config.optimizer.base_lr,
+        config.parallel.data_parallel_size,
+    )
+    grad_norm = assembly.optimizer.step(rate)
+    sent = meter.sent_bytes()
+    mine = RankStep(
+        loss,
+        time.perf_counter() - started,
+        trace.span_s,
+        trace.busy_s,
+        trace.peak_live_activations,
+        _peak_memory_bytes(assembly.device),
+        *(sent.get(axis, 0) for axis in BYTE_AXES),
+    )
+    return StepOutcome(grad_norm=grad_norm, learning_rate=rate, ranks=_gather(assembly, mine))
+
+
+def _gather(assembly: Assembly, mine: RankStep) -> tuple[RankStep, ...]:
+    vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
+    everyone = torch.empty(assembly.axes.world.size * len(mine), dtype=torch.float64, device=assembly.device)
+    all_gather_into(everyone, vector, assembly.axes.world)
+    return tuple(RankStep(*values) for values in everyone.view(-1, len(mine)).tolist())
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepRecord:
+    """The record of a step from what its ranks measured.
+
+    bubble_measured is 1 - busy / (ranks x makespan): busy is time in F, B, I and W; the makespan is the longest
+    time of any rank from the start of the step to the end of its last gradient reduction, without the optimizer.
+    """
+    config, ranks = assembly.config, outcome.ranks
+    step_s = max(rank.step_s for rank in ranks)
+    makespan_s = max(rank.pipeline_s for rank in ranks)
+    by_stage: list[list[RankStep]] = [[] for _ in range(config.parallel.pipeline_parallel_size)]
+    for index, rank in enumerate(ranks):
+        by_stage[config.parallel.coordinate_of(index).pipeline].append(rank)
+    busy_s = tuple(sum(rank.busy_s for rank in members) / len(members) for members in by_stage)
+    num_samples = assembly.train.global_batch_size
+    num_tokens = num_samples * config.data.seq_length
+    flops_per_s = num_tokens * assembly.training_flops_per_token / step_s / len(ranks)
+    peak = peak_flops(device_name(assembly.device), COMPUTE_DTYPES[config.precision.compute])
+    return StepRecord(
+        step=step,
+        loss=sum(rank.loss for rank in ranks),
+        grad_norm=outcome.grad_norm,
+        learning_rate=outcome.learning_rate,
+        step_s=step_s,
+        num_tokens=num_tokens,
+        tokens_per_s=num_tokens / step_s,
+        samples_per_s=num_samples / step_s,
+        model_tflops_per_rank=flops_per_s / 1e12,
+        mfu=None if peak is None else flops_per_s / peak,
+        busy_s=busy_s,
+        idle_s=tuple(makespan_s - busy for busy in busy_s),
+        bubble_measured=1 - sum(busy_s) / (len(busy_s) * makespan_s),
+        bubble_simulated=assembly.expected_bubble.simulated,
+        bubble_formula=assembly.expected_bubble.formula,
+        bytes_by_axis={
+            axis: int(sum(getattr(rank, f"{axis}_bytes") for rank in ranks)) for axis in BYTE_AXES
+        },
+        peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in ranks)),
+        peak_live_activations=tuple(
+            int(max(rank.peak_live_activations for rank in members)) for members in by_stage
+        ),
+    )
+
+
+def evaluate(assembly: Assembly) -> float | None:
+    """The validation loss per token over the held-out batches; None where nothing is held out."""
+    if assembly.validation is None or assembly.num_validation_batches == 0:
+        return None
+    total = torch.zeros((), dtype=torch.float64, device=assembly.device)
+    for index in range(assembly.num_validation_batches):
+        batch = assembly.validation.batch(index)
+        result = assembly.runtime.evaluate(
+            [tokens.to(assembly.device) for tokens in batch.tokens],
+            [targets.to(assembly.device) for targets in batch.targets],
+            token_loss(assembly, batch.num_valid_tokens),
+            share_losses=False,
+        )
+        if assembly.axes.tensor.rank == 0:
+            total += result.losses.sum()
+    all_reduce(total, assembly.axes.world)
+    return float(total) / assembly.num_validation_batches
+
+
+def train(assembly: Assembly, first_step: int) -> Iterator[StepRecord]:
+    """Train from `first_step` to the end of the config, yielding a record after each step."""
+    training = assembly.config.training
+    for step in range(first_step, training.num_steps):
+        record = step_record(assembly, step, train_step(assembly, step))
+        done = step + 1
+        interval = training.eval_interval_steps
+        if done == training.num_steps or (interval and done % interval == 0):
+            record = replace(record, validation_loss=evaluate(assembly))
+        yield record
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed the generators of Python, NumPy and torch, and pick deterministic kernels where asked to."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        # It is for finding reads of uninitialised memory, and costs a fill of every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def run_rank(config: TrainConfig, run: RunContext) -> dict[str, Any] | None:
+    """One rank's whole run; on rank 0 the summary as plain values.
+
+    The environment holds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """
+    device = start_process_group(config, int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        return _run(config, run, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str, Any] | None:
+    seed_everything(config.seed, deterministic=config.deterministic)
+    assembly = build(config, run.data, device)
+    first_step = run_checkpoint.resume(assembly, run)
+    is_main = assembly.mesh.rank == 0
+    sinks = open_sinks(config.logger, run.run_dir, to_mapping(config), first_step) if is_main else []
+    console = Console(
+        num_steps=config.training.num_steps,
+        first_step=first_step,
+        log_interval_steps=config.training.log_interval_steps,
+        use_stderr=run.json_output,
+        show_progress=run.show_progress,
+    )
+    status, started = "failed", time.perf_counter()
+    records: list[StepRecord] = []
+    try:
+        saved_step = first_step
+        for record in train(assembly, first_step):
+            if is_main:
+                for sink in sinks:
+                    sink.log(record)
+                console.log(record)
+                records.append(record)
+            saved_step = run_checkpoint.save_if_due(assembly, run, record.step + 1, saved_step)
+        status = "finished"
+        if not is_main:
+            return None
+        summary = summarise(records, run, wandb_dir(sinks), time.perf_counter() - started)
+        for sink in sinks:
+            sink.summary(summary)
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        console.close()
+        for sink in sinks:
+            sink.close(status)
+    if config.logger.name != "none":
+        plot_loss(run.run_dir)
+    console.summary(summary, records)
+    return summary.to_mapping()
+
+
+def summarise(records: list[StepRecord], run: RunContext, wandb: str | None, seconds: float) -> RunSummary:
+    """The outcome of a run; rates and the bubble are medians over its steps, the first left out if it can be."""
+    steady = records[1:] or records
+    last = records[-1]
+    return RunSummary(
+        run_dir=str(run.run_dir),
+        final_loss=last.loss,
+        validation_loss=last.validation_loss,
+        tokens_per_s=float(np.median([record.tokens_per_s for record in steady])),
+        bubble=Bubbles(
+            measured=float(np.median([record.bubble_measured for record in steady])),
+            simulated=last.bubble_simulated,
+            formula=last.bubble_formula,
+        ),
+        wandb_dir=wandb,
+        steps=last.step + 1,
+        seconds=seconds,
+    )

@@ -1,0 +1,199 @@
+"""From the command line to a checked TrainConfig: the only module that sees Hydra and OmegaConf.
+
+Overrides are looked at before Hydra composes, so that a mistake is told in the words of this config; Hydra then
+composes over a schema of the dataclasses' defaults, and `framework.config` checks the result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from framework.config import TrainConfig, config_hash, dotted_names, from_mapping, to_mapping, unknown_key
+from framework.errors import ConfigError
+
+_CONF = "conf"
+_ROOT = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Config groups and the options of each, as the search path has them."""
+
+    groups: Mapping[str, tuple[str, ...]]
+
+
+def find_choices(config_dir: Path | None = None) -> Choices:
+    """The groups of the package `conf`, with those that the user's `config_dir` adds."""
+    import conf
+
+    options: dict[str, set[str]] = {}
+    roots = [Path(folder) for folder in conf.__path__] + ([config_dir] if config_dir else [])
+    for root in roots:
+        for path in root.glob("*/*.yaml"):
+            options.setdefault(path.parent.name, set()).add(path.stem)
+    return Choices(groups={group: tuple(sorted(names)) for group, names in sorted(options.items())})
+
+
+def expand_sweep(overrides: Sequence[str], choices: Choices) -> list[list[str]]:
+    """Every combination of the overrides' values: `a=1,2 b=3` is [a=1, b=3], [a=2, b=3].
+
+    Knows Hydra's sweeps: `a=1,2`, `choice(...)`, `range(...)`, and `glob(...)` over a group's options.
+    Raises ConfigError: for an override that does not parse.
+    """
+    from hydra.core.override_parser.types import Glob
+
+    axes: list[list[str]] = []
+    for text, override in zip(overrides, _parse(overrides), strict=True):
+        if not override.is_sweep_override():
+            axes.append([text])
+            continue
+        key = override.get_key_element()
+        value: Any = override.value()
+        if isinstance(value, Glob):
+            names = choices.groups.get(override.key_or_group, ())
+            names = [
+                name
+                for name in names
+                if any(fnmatch(name, pattern) for pattern in value.include)
+                and not any(fnmatch(name, pattern) for pattern in value.exclude)
+            ]
+            if not names:
+                raise ConfigError([f"{text}: no option of this group matches; {_options(choices, key)}"])
+            axes.append([f"{key}={name}" for name in names])
+        else:
+            axes.append([f"{key}={item}" for item in override.sweep_string_iterator()])
+    return [list(combination) for combination in itertools.product(*axes)]
+
+
+def compose_mapping(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
+    """The composed config as nested plain values, not yet checked.
+
+    Raises ConfigError: for an override that does not parse, or that names what the config does not have.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError([f"--config-dir {config_dir}: no such folder; name one laid out like conf/"])
+    _check_overrides(overrides, find_choices(config_dir))
+    # OmegaConf makes frozen dataclasses read-only and has no Literal, hence plain values.
+    ConfigStore.instance().store(name="schema", node=to_mapping(TrainConfig()))
+    search_path = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    try:
+        with initialize_config_module(_CONF, version_base="1.3"):
+            config = compose(_ROOT, [*overrides, *search_path])
+        mapping = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_hydra_problem(error)]) from error
+    assert isinstance(mapping, dict)
+    return {str(key): value for key, value in mapping.items()}
+
+
+def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
+    """The config of these overrides, its names, types and each node's rules checked.
+
+    Rules that cross nodes are `framework.config.check`: not every command needs a model that fits.
+    Raises ConfigError: naming every mistake.
+    """
+    return from_mapping(TrainConfig, compose_mapping(overrides, config_dir))
+
+
+def to_yaml(mapping: Mapping[str, Any]) -> str:
+    """`mapping` as YAML that Hydra and `from_mapping` read back unchanged."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dict(mapping)))
+
+
+def config_file_text(config: TrainConfig, command: Sequence[str]) -> str:
+    """What a run's config.yaml holds: the resolved config, headed by its hash and the command that made it."""
+    head = [f"# config hash {config_hash(config)}", f"# {' '.join(command)}"]
+    return "\n".join(head) + "\n" + to_yaml(to_mapping(config))
+
+
+def _parse(overrides: Sequence[str]) -> list[Any]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed: list[Any] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            parsed.append(parser.parse_override(text))
+        except HydraException:
+            problems.append(_syntax_problem(text))
+    if problems:
+        raise ConfigError(problems)
+    return parsed
+
+
+def _syntax_problem(text: str) -> str:
+    if "=" not in text:
+        return f"{text!r}: not an override; write KEY=VALUE, as in schedule.num_microbatches=8 or schedule=dualpipe"
+    key, _, value = text.partition("=")
+    return (
+        f"{text!r}: {value!r} does not parse as a value of {key.lstrip('+~')}; quote text with spaces or any of "
+        f"[]{{}}(),:= for Hydra and for the shell, as in '{key}=\"two words\"'"
+    )
+
+
+def _check_overrides(overrides: Sequence[str], choices: Choices) -> None:
+    known = dotted_names(TrainConfig)
+    problems: list[str] = []
+    for text, override in zip(overrides, _parse(overrides), strict=True):
+        key = override.key_or_group
+        if override.is_sweep_override():
+            problems.append(
+                f"{text}: several values; add --multirun to run each of them, or quote the value if the comma is "
+                "part of it"
+            )
+        elif key.partition(".")[0] == "hydra":
+            problems.append(
+                f"{text}: Hydra's own settings are not used here; --out chooses the output folder"
+            )
+        elif override.is_add() or override.is_force_add() or override.is_delete():
+            problems.append(
+                f"{text}: keys are neither added nor deleted, every key is there already; write KEY=VALUE, or "
+                "KEY=null for a value that may be empty"
+            )
+        elif override.package is not None:
+            problems.append(f"{text}: packages (@) are not used here; write {key}=VALUE")
+        elif key in choices.groups:
+            name = override.value()
+            if str(name) not in choices.groups[key]:
+                near = difflib.get_close_matches(str(name), choices.groups[key], n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                problems.append(f"{text}: no such choice{hint}; {_options(choices, key)}")
+        elif key not in known:
+            problems.append(unknown_key(key, [*choices.groups, *known]))
+        elif isinstance(override.value(), dict):
+            inner = [f"{key}.{name}" for name in override.value()]
+            problems += [unknown_key(name, known) for name in inner if name not in known]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _options(choices: Choices, group: str) -> str:
+    return f"{group} is one of {', '.join(choices.groups.get(group, ()))}"
+
+
+def _hydra_problem(error: Exception) -> str:
+    """What is left for Hydra or OmegaConf to find: interpolations, files of a --config-dir, values of ???."""
+    key = getattr(error, "full_key", None)
+    lines = [
+        line
+        for line in str(error).strip().splitlines()
+        if "full_key:" not in line and "object_type" not in line
+    ]
+    text = " ".join(line.strip() for line in lines[:3])
+    return f"{key}: {text}; give it a value that stands by itself" if key else text

@@ -1,0 +1,341 @@
+"""Point-to-point transport of activations and gradients between stages.
+
+Note [Shapes travel with the data]
+A channel is (receiving stage, activation or gradient) between two ranks. The first activation of a step on a
+channel is preceded by a header: shapes and dtypes, and whether every other micro-batch of the step has the
+same. If so the others travel bare, with no extra message; if not each has its own header. A gradient never
+needs one: it has the shape of the activation that this rank sent. So the length of a sequence may change
+from one micro-batch to the next, and a step pays one small message per channel.
+
+Note [Sends retire when they are known to have arrived]
+A gloo send reports completion only to `wait`, so polling it would keep every buffer of the step alive. The
+gradient of micro-batch k coming back proves that its activation arrived: that send is then waited for, at
+once. Gradient sends have no answer; per channel the oldest is waited for when more than `_MAX_UNANSWERED`
+are out, more than a verified schedule lets a peer fall behind.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.collectives import ByteMeter
+from parallel.pipeline.action import Kind
+
+_HEADER_ELEMENTS = 64
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+class PipelineError(RuntimeError):
+    """A transfer failed: the message names this rank, the action it was in and the peer."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor on the wire."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether a gradient of the same shape travels back."""
+        return self.dtype.is_floating_point
+
+
+def specs_of(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def encode_header(specs: tuple[TensorSpec, ...], *, uniform: bool) -> Tensor:
+    """`specs` as one int64 tensor of fixed size.
+
+    Raises ValueError: where they do not fit, or a dtype cannot be sent.
+    """
+    numbers = [int(uniform), len(specs)]
+    for spec in specs:
+        if spec.dtype not in _DTYPES:
+            raise ValueError(f"a stage returned a tensor of {spec.dtype}, which pipelines do not send")
+        numbers += [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+    if len(numbers) > _HEADER_ELEMENTS:
+        raise ValueError(
+            f"a stage returned {len(specs)} tensors whose shapes take {len(numbers)} numbers; "
+            f"{_HEADER_ELEMENTS} fit: return fewer tensors"
+        )
+    header = torch.zeros(_HEADER_ELEMENTS, dtype=torch.int64)
+    header[: len(numbers)] = torch.tensor(numbers)
+    return header
+
+
+def decode_header(header: Tensor) -> tuple[tuple[TensorSpec, ...], bool]:
+    """The inverse of `encode_header`: (specs, uniform)."""
+    numbers = [int(number) for number in header.tolist()]
+    uniform, count = bool(numbers[0]), numbers[1]
+    specs: list[TensorSpec] = []
+    position = 2
+    for _ in range(count):
+        dtype, dims = _DTYPES[numbers[position]], numbers[position + 1]
+        position += 2
+        specs.append(TensorSpec(tuple(numbers[position : position + dims]), dtype))
+        position += dims
+    return tuple(specs), uniform
+
+
+class Channel(NamedTuple):
+    """What flows between two ranks: activations into `stage`, or gradients into it."""
+
+    stage: int
+    kind: Kind  # SEND_F for activations, SEND_B for gradients
+
+    @property
+    def tag(self) -> int:
+        return 2 * self.stage + (self.kind is Kind.SEND_B)
+
+
+# Per pipeline rank: a peer that lags more would exceed the live activations that schedules are verified for.
+_MAX_UNANSWERED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """A receive under way, to be handed to `Transport.wait`.
+
+    It is begun once the channel's earlier messages are known to be covered by posted receives: `header_work`
+    is set while its header is out, `tensors` once its payload is posted.
+    """
+
+    peer: int
+    channel: Channel
+    microbatch: int
+    header: Tensor | None = None
+    header_work: dist.Work | None = None
+    tensors: tuple[Tensor, ...] | None = None
+    works: list[dist.Work] = field(default_factory=lambda: list[dist.Work]())
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A receiving channel within a step: what its header said, and receipts not yet waited for."""
+
+    specs: tuple[TensorSpec, ...] | None = None
+    uniform: bool = False
+    posted: deque[Receipt] = field(default_factory=lambda: deque[Receipt]())
+
+
+@dataclass(slots=True)
+class _Sent:
+    microbatch: int
+    works: list[dist.Work]
+    tensors: tuple[Tensor, ...]  # kept alive until the transfer is known to be over
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A sending channel within a step: the shapes it announced, and sends not yet retired."""
+
+    specs: tuple[TensorSpec, ...] | None = None
+    uniform: bool = False
+    sent: deque[_Sent] = field(default_factory=lambda: deque[_Sent]())
+
+
+class Transport:
+    """Sends and receives of one rank along the pipeline axis.
+
+    group carries messages to higher ranks of the pipeline, reverse_group to lower ones; peers are ranks
+    within the group. Bytes are counted under the axis name `pipeline`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        reverse_group: dist.ProcessGroup | None,
+        *,
+        device: torch.device,
+        meter: ByteMeter | None = None,
+    ) -> None:
+        self._group, self._reverse_group, self._meter = group, reverse_group, meter
+        self.device = device
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self._incoming: dict[tuple[int, Channel], _Incoming] = {}
+        self._outgoing: dict[tuple[int, Channel], _Outgoing] = {}
+
+    def warm(self) -> None:
+        """Connect to the neighbours now, so that the first step does not pay for it."""
+        for group in (self._group, self._reverse_group):
+            if group is not None and group.size() > 1:
+                dist.barrier(group=group)
+
+    def _group_to(self, peer: int, *, receiving: bool = False) -> dist.ProcessGroup:
+        """The communicator of messages to (from, where `receiving`) `peer`."""
+        downwards = (peer > self.rank) != receiving
+        group = self._group if downwards else self._reverse_group
+        assert group is not None, "a schedule over several ranks needs a process group"
+        return group
+
+    def incoming(self, peer: int, channel: Channel) -> _Incoming:
+        return self._incoming.setdefault((peer, channel), _Incoming())
+
+    def is_uniform(self, peer: int, channel: Channel) -> bool:
+        """Whether the header received on `channel` said that all micro-batches of the step are alike."""
+        return self.incoming(peer, channel).uniform
+
+    def send(
+        self, peer: int, channel: Channel, microbatch: int, tensors: tuple[Tensor, ...], *, uniform: bool
+    ) -> None:
+        """Start sending `tensors`; they are kept alive until they have arrived.
+
+        uniform: every micro-batch of this step has these shapes (read for activations only).
+
+        Raises PipelineError: where the peer is gone. ValueError: where shapes that were said to be the same
+        are not.
+        """
+        flow = self._outgoing.setdefault((peer, channel), _Outgoing())
+        payload = tuple(tensor.detach().contiguous() for tensor in tensors)
+        works: list[dist.Work] = []
+        if channel.kind is Kind.SEND_F:
+            specs = specs_of(payload)
+            if not (flow.uniform and flow.specs is not None):
+                flow.specs, flow.uniform = specs, uniform
+                payload = (encode_header(specs, uniform=uniform).to(self.device), *payload)
+            elif specs != flow.specs:
+                raise ValueError(
+                    f"stage {channel.stage - 1} returned {specs} for micro-batch {microbatch} and {flow.specs} "
+                    "for the one before, though their inputs had the same shapes; a stage whose output shape "
+                    "depends on values needs uniform_shapes=False"
+                )
+        group = self._group_to(peer)
+        try:
+            for tensor in payload:
+                work = dist.isend(tensor, group=group, group_dst=peer, tag=channel.tag)
+                assert work is not None
+                works.append(work)
+                if self._meter is not None:
+                    self._meter.add("pipeline", tensor.nbytes)
+        except RuntimeError as error:
+            raise self._failure("sent to", peer, channel, microbatch, error) from error
+        flow.sent.append(_Sent(microbatch, works, payload))
+        while channel.kind is Kind.SEND_B and len(flow.sent) > _MAX_UNANSWERED * self.size:
+            self._retire(peer, channel, flow.sent.popleft())
+
+    def receive(
+        self, peer: int, channel: Channel, microbatch: int, specs: tuple[TensorSpec, ...] | None
+    ) -> Receipt:
+        """Post a receive. `specs` are known for gradients, None for activations."""
+        receipt = Receipt(peer, channel, microbatch)
+        if specs is not None:
+            self._post_payload(receipt, specs)
+            return receipt
+        posted = self.incoming(peer, channel).posted
+        posted.append(receipt)
+        if len(posted) == 1 or posted[-2].tensors is not None:
+            self._begin(receipt)
+        return receipt
+
+    def wait(self, receipt: Receipt) -> tuple[Tensor, ...]:
+        """The tensors of `receipt`, once they are here.
+
+        Raises PipelineError: where the peer is gone or the group's timeout passed.
+        """
+        flow = self.incoming(receipt.peer, receipt.channel)
+        try:
+            if receipt.channel.kind is Kind.SEND_F:
+                assert flow.posted[0] is receipt, (
+                    "activations of a channel arrive in the order they were sent"
+                )
+                if receipt.header_work is not None:
+                    assert receipt.header is not None
+                    receipt.header_work.wait()
+                    flow.specs, flow.uniform = decode_header(receipt.header)
+                    self._post_payload(receipt, flow.specs)
+                flow.posted.popleft()
+                for following in flow.posted:
+                    if following.tensors is None and following.header_work is None:
+                        self._begin(following)
+                    if following.tensors is None:
+                        break
+            for work in receipt.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure(
+                "received from", receipt.peer, receipt.channel, receipt.microbatch, error
+            ) from error
+        assert receipt.tensors is not None
+        return receipt.tensors
+
+    def _begin(self, receipt: Receipt) -> None:
+        flow = self.incoming(receipt.peer, receipt.channel)
+        if flow.uniform and flow.specs is not None:
+            self._post_payload(receipt, flow.specs)
+        else:
+            receipt.header = torch.empty(_HEADER_ELEMENTS, dtype=torch.int64, device=self.device)
+            receipt.header_work = self._irecv(receipt.header, receipt)
+
+    def _post_payload(self, receipt: Receipt, specs: tuple[TensorSpec, ...]) -> None:
+        receipt.tensors = tuple(
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
+        )
+        receipt.works = [self._irecv(tensor, receipt) for tensor in receipt.tensors]
+
+    def _irecv(self, tensor: Tensor, receipt: Receipt) -> dist.Work:
+        group = self._group_to(receipt.peer, receiving=True)
+        work = dist.irecv(tensor, group=group, group_src=receipt.peer, tag=receipt.channel.tag)
+        assert work is not None
+        return work
+
+    def answered(self, peer: int, channel: Channel, microbatch: int) -> None:
+        """The gradient of `microbatch` came back from `peer`: its activation on `channel` has arrived."""
+        flow = self._outgoing[peer, channel]
+        for position, sent in enumerate(flow.sent):
+            if sent.microbatch == microbatch:
+                del flow.sent[position]
+                self._retire(peer, channel, sent)
+                return
+
+    @property
+    def num_unretired(self) -> int:
+        """Sends whose buffers are still held."""
+        return sum(len(flow.sent) for flow in self._outgoing.values())
+
+    def finish_step(self) -> None:
+        """Wait for every send of the step and forget its shapes.
+
+        Raises PipelineError: where a peer never took what was sent.
+        """
+        for (peer, channel), flow in self._outgoing.items():
+            while flow.sent:
+                self._retire(peer, channel, flow.sent.popleft())
+        assert not any(flow.posted for flow in self._incoming.values()), "a posted receive was not waited for"
+        self._outgoing.clear()
+        self._incoming.clear()
+
+    def _retire(self, peer: int, channel: Channel, sent: _Sent) -> None:
+        try:
+            for work in sent.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure("sent to", peer, channel, sent.microbatch, error) from error
+
+    def _failure(
+        self, what_failed: str, peer: int, channel: Channel, microbatch: int, error: RuntimeError
+    ) -> PipelineError:
+        what = "activation" if channel.kind is Kind.SEND_F else "gradient"
+        return PipelineError(
+            f"pipeline rank {self.rank}: the {what} of micro-batch {microbatch} for stage {channel.stage} "
+            f"could not be {what_failed} pipeline rank {peer}: {str(error).splitlines()[0]}"
+        )

@@ -1,0 +1,180 @@
+"""One stage on one rank: its module, the micro-batches in flight, and how its parameters come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.pipeline.weight_grad import Adoption, WeightGradStore, adopt
+
+
+class StageParameters(Protocol):
+    """What the runtime asks of a stage's parameters. Sharding, reduction and compression live behind it."""
+
+    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor that gradients of `parameter` are accumulated in during a step."""
+        ...
+
+    def begin_step(self) -> None:
+        """Zero the accumulated gradients."""
+        ...
+
+    def unshard(self) -> None:
+        """UNSHARD: start gathering the whole parameters."""
+        ...
+
+    def wait_unshard(self) -> None:
+        """Return once the whole parameters are here."""
+        ...
+
+    def reshard(self) -> None:
+        """RESHARD: free the whole parameters."""
+        ...
+
+    def reduce_grad(self) -> None:
+        """REDUCE_GRAD: start reducing the accumulated gradients over the replicas."""
+        ...
+
+    def finish_step(self) -> None:
+        """Return once the reduced gradients are here."""
+        ...
+
+
+class PlainParameters:
+    """Parameters as the user's module holds them: gradients in `.grad`, summed over `mirror` where given.
+
+    mirror: the group of ranks with a copy of this stage (two-copy schedules).
+    """
+
+    def __init__(self, module: nn.Module, mirror: dist.ProcessGroup | None = None) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._mirror = mirror
+        self._works: list[dist.Work] = []
+
+    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def begin_step(self) -> None:
+        """Gradients accumulate until the user's optimizer zeroes them, as in plain torch."""
+
+    def unshard(self) -> None: ...
+
+    def wait_unshard(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+    def reduce_grad(self) -> None:
+        if self._mirror is None or self._mirror.size() == 1:
+            return
+        for parameter in self._parameters:
+            work = dist.all_reduce(self.gradient_buffer(parameter), group=self._mirror, async_op=True)
+            assert work is not None
+            self._works.append(work)
+
+    def finish_step(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+@dataclass(slots=True)
+class _InFlight:
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    loss: Tensor | None = None
+
+
+class Stage:
+    """A stage of the model on this rank.
+
+    `forward` keeps what `backward` of the same micro-batch needs; with `defer` the weight gradients of
+    linear layers wait for `weight_backward`. `adoption` says which parameters those are.
+    """
+
+    def __init__(self, index: int, module: nn.Module, parameters: StageParameters) -> None:
+        self.index = index
+        self.module = module
+        self.parameters = parameters
+        self.weight_grads = WeightGradStore(parameters.gradient_buffer)
+        self.adoption: Adoption = adopt(module, self.weight_grads)
+        self._in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Micro-batches whose activations are held."""
+        return len(self._in_flight)
+
+    def forward(self, microbatch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the module on `inputs`; its outputs as a tuple.
+
+        Raises TypeError: where the module returns something else than tensors.
+        """
+        entered = tuple(
+            tensor.detach().requires_grad_(
+                self.index > 0 and tensor.is_floating_point() and torch.is_grad_enabled()
+            )
+            for tensor in inputs
+        )
+        outputs = cast(object, self.module(*entered))
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        if not isinstance(outputs, tuple) or not all(
+            isinstance(out, Tensor) for out in cast(tuple[object, ...], outputs)
+        ):
+            raise TypeError(
+                f"stage {self.index} returned {type(outputs).__name__}; a stage returns a tensor or a tuple of tensors"
+            )
+        outputs = cast(tuple[Tensor, ...], outputs)
+        if torch.is_grad_enabled():
+            self._in_flight[microbatch] = _InFlight(entered, outputs)
+        return outputs
+
+    def outputs_of(self, microbatch: int) -> tuple[Tensor, ...]:
+        return self._in_flight[microbatch].outputs
+
+    def set_loss(self, microbatch: int, loss: Tensor) -> None:
+        """On the last stage: backward of `microbatch` starts from `loss` (a scalar)."""
+        self._in_flight[microbatch].loss = loss
+
+    def backward(
+        self, microbatch: int, grad_outputs: Sequence[Tensor] | None, *, defer: bool
+    ) -> tuple[Tensor, ...]:
+        """B, or I with `defer`: gradients of the floating-point inputs, in order.
+
+        grad_outputs: one for each floating-point output; None on the last stage.
+        """
+        state = self._in_flight.pop(microbatch)
+        if state.loss is not None:
+            roots, grads = [state.loss], None
+        else:
+            assert grad_outputs is not None
+            floating = [out for out in state.outputs if out.is_floating_point()]
+            pairs = [
+                (out, grad) for out, grad in zip(floating, grad_outputs, strict=True) if out.requires_grad
+            ]
+            roots, grads = [out for out, _ in pairs], [grad for _, grad in pairs]
+        with self.weight_grads.deferring(microbatch) if defer else nullcontext():
+            if any(root.requires_grad for root in roots):
+                torch.autograd.backward(roots, grads)
+        return tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in state.inputs
+            if tensor.is_floating_point() and self.index > 0
+        )
+
+    def weight_backward(self, microbatch: int) -> None:
+        """W: the weight gradients that I of `microbatch` left."""
+        self.weight_grads.run(microbatch)
+
+    def discard(self) -> None:
+        """Drop every micro-batch in flight, after a step that failed."""
+        self._in_flight.clear()
+        self.weight_grads.discard()

@@ -1,0 +1,178 @@
+"""Deferred weight gradients: a linear layer's backward returns dX at once and files dW for later.
+
+Zero-bubble schedules (Qi et al., arXiv 2401.10241) split a backward into I, the input gradient that the
+previous stage waits for, and W, the weight gradient that nobody waits for. `split_linear` is the operator,
+`WeightGradStore` keeps what W needs under its micro-batch until the schedule asks for it. A store belongs to
+one stage, so nothing is global and W may come in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class WeightGradSink(Protocol):
+    """Where a linear layer's backward files what its weight gradient needs."""
+
+    def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad_output: Tensor) -> None:
+        """Take x [..., in] and grad_output [..., out] of one application of the layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    x: Tensor
+    grad_output: Tensor
+
+
+class WeightGradStore:
+    """The weight gradients of one stage: computed at once, or kept per micro-batch until `run`.
+
+    gradient_buffer: returns the tensor (parameter's shape, any float dtype) that a gradient is added to.
+    held_bytes, peak_held_bytes: memory kept alive for W, each tensor counted once.
+    """
+
+    def __init__(self, gradient_buffer: Callable[[nn.Parameter], Tensor]) -> None:
+        self._gradient_buffer = gradient_buffer
+        self._microbatch: int | None = None
+        self._held: dict[int, list[_Deferred]] = {}
+        self.held_bytes = 0
+        self.peak_held_bytes = 0
+
+    @contextmanager
+    def deferring(self, microbatch: int) -> Iterator[None]:
+        """Within: gradients are kept under `microbatch` instead of being computed."""
+        assert self._microbatch is None, "I of two micro-batches at once on one stage"
+        assert microbatch not in self._held, f"micro-batch {microbatch} already has weight gradients waiting"
+        self._microbatch = microbatch
+        self._held[microbatch] = []
+        try:
+            yield
+        finally:
+            self._microbatch = None
+            self.held_bytes += _bytes_of(self._held[microbatch])
+            self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad_output: Tensor) -> None:
+        deferred = _Deferred(weight, bias, x.detach(), grad_output.detach())
+        if self._microbatch is None:
+            self._accumulate(deferred)
+        else:
+            self._held[self._microbatch].append(deferred)
+
+    def run(self, microbatch: int) -> None:
+        """W: compute and add every gradient kept under `microbatch`."""
+        held = self._held.pop(microbatch)
+        self.held_bytes -= _bytes_of(held)
+        while held:
+            self._accumulate(held.pop(0))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._held
+
+    def discard(self) -> None:
+        """Forget what is kept, after a step that failed."""
+        self._held.clear()
+        self._microbatch = None
+        self.held_bytes = 0
+
+    @torch.no_grad()
+    def _accumulate(self, deferred: _Deferred) -> None:
+        grad_output = deferred.grad_output.reshape(-1, deferred.grad_output.shape[-1])
+        if deferred.weight.requires_grad:
+            x = deferred.x.reshape(-1, deferred.x.shape[-1])
+            buffer = self._gradient_buffer(deferred.weight)
+            if buffer.dtype == x.dtype == grad_output.dtype:
+                buffer.addmm_(grad_output.t(), x)
+            else:
+                buffer.add_(grad_output.t() @ x)
+        if deferred.bias is not None and deferred.bias.requires_grad:
+            self._gradient_buffer(deferred.bias).add_(grad_output.sum(0))
+
+
+def _bytes_of(held: list[_Deferred]) -> int:
+    # q, k and v share one input: the same storage is one piece of memory.
+    tensors = {t.data_ptr(): t.nbytes for entry in held for t in (entry.x, entry.grad_output)}
+    return sum(tensors.values())
+
+
+class _SplitLinear(torch.autograd.Function):
+    """y = x W^T + b, with dX returned by backward and dW, db handed to a sink."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # The Parameter object itself: its storage may be freed and filled again (ZeRO-3) before backward.
+        ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (grad_output,) = grad_outputs
+        (x,) = ctx.saved_tensors
+        grad_x = grad_output.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        ctx.sink.add(ctx.weight, ctx.bias, x, grad_output)
+        return grad_x, None, None, None
+
+
+def split_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink | None
+) -> Tensor:
+    """x [..., in], weight [out, in], bias [out] -> [..., out]; the weight gradient goes to `sink`.
+
+    Without a sink, or where no gradient is wanted, it is torch.nn.functional.linear.
+    """
+    if sink is None or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return F.linear(x, weight, bias)
+    return cast(Tensor, _SplitLinear.apply(x, weight, bias, sink))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """Which parameters of a stage have a deferrable weight gradient, by name, and which do not.
+
+    The gradients of `immediate` parameters (norms, embeddings, convolutions, layers of a kind that is not
+    known here) are computed in I, together with the input gradient.
+    """
+
+    deferred: tuple[str, ...] = ()
+    immediate: tuple[str, ...] = field(default=())
+
+
+def adopt(module: nn.Module, sink: WeightGradSink) -> Adoption:
+    """Make every linear layer of `module` file its weight gradient in `sink`.
+
+    A layer is one of this package's (it has a `weight_grad_sink` attribute) or exactly torch.nn.Linear; a
+    subclass may compute something else and keeps its own backward.
+    """
+    deferred: set[int] = set()
+    for layer in module.modules():
+        if hasattr(layer, "weight_grad_sink"):
+            layer.weight_grad_sink = sink  # type: ignore[assignment]
+        elif type(layer) is nn.Linear:
+            layer.forward = partial(_linear_forward, layer, sink)  # type: ignore[method-assign]
+        else:
+            continue
+        deferred.update(id(parameter) for parameter in layer.parameters(recurse=False))
+    named = list(module.named_parameters())
+    return Adoption(
+        deferred=tuple(name for name, parameter in named if id(parameter) in deferred),
+        immediate=tuple(name for name, parameter in named if id(parameter) not in deferred),
+    )
+
+
+def _linear_forward(layer: nn.Linear, sink: WeightGradSink, x: Tensor) -> Tensor:
+    return split_linear(x, layer.weight, cast("nn.Parameter | None", layer.bias), sink)

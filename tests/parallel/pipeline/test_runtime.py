@@ -1,0 +1,124 @@
+"""The runtime against plain torch: the same losses, outputs and gradients, whatever the schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.mesh import MeshConfig, build_mesh
+from parallel.pipeline.generate import generate
+from parallel.pipeline.passes import lower
+from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.simulate import Costs, simulate
+from parallel.pipeline.stage import PlainParameters, Stage
+from tests.rank_pool import RankPool
+
+WIDTH = 6
+LAYOUTS = [
+    ("gpipe", 1, 3),
+    ("1f1b", 1, 2),
+    ("naive", 2, 3),
+    ("gpipe", 2, 4),
+    ("1f1b", 2, 5),
+    ("1f1b", 4, 8),
+    ("1f1b", 4, 3),
+    ("dualpipe", 2, 4),
+    ("dualpipe", 4, 8),
+    ("dualpipe", 4, 12),
+    ("dualpipe", 8, 20),
+]
+
+
+def make_stage(index: int) -> nn.Module:
+    torch.manual_seed(100 + index)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    )
+
+
+def make_batch(num_microbatches: int, lengths: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(3, lengths[index % len(lengths)], WIDTH) for index in range(num_microbatches)]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    targets = [torch.randn(shape, generator=generator) for shape in shapes]
+    return inputs, targets
+
+
+def make_runtime(name: str, num_ranks: int, num_microbatches: int) -> Runtime:
+    schedule = lower(generate(name, num_ranks, num_microbatches), zero_stage=0)
+    mesh = build_mesh(MeshConfig(pipeline_parallel_size=num_ranks), mirrored=schedule.num_directions > 1)
+    stages: dict[int, Stage] = {}
+    for index in schedule.stages_of(dist.get_rank()):
+        module = make_stage(index)
+        stages[index] = Stage(index, module, PlainParameters(module, mesh.replica))
+    return Runtime(stages, schedule, group=mesh.pipeline, reverse_group=mesh.pipeline_reverse)
+
+
+def run_layout(
+    name: str, num_ranks: int, num_microbatches: int, lengths: tuple[int, ...]
+) -> tuple[Tensor, list[Tensor | None], dict[str, Tensor], int, Tensor]:
+    runtime = make_runtime(name, num_ranks, num_microbatches)
+    inputs, targets = make_batch(num_microbatches, lengths)
+    evaluated = runtime.evaluate(inputs, targets, nn.functional.mse_loss)
+    result = runtime.step(inputs, targets, nn.functional.mse_loss, return_outputs=True)
+    assert runtime.transport.num_unretired == 0
+    gradients = {
+        f"{index}.{key}": parameter.grad
+        for index, stage in runtime.stages.items()
+        for key, parameter in stage.module.named_parameters()
+        if parameter.grad is not None
+    }
+    assert result.outputs is not None
+    return (
+        result.losses,
+        list(result.outputs),
+        gradients,
+        result.trace.peak_live_activations,
+        evaluated.losses,
+    )
+
+
+def reference(
+    num_stages: int, num_microbatches: int, lengths: tuple[int, ...]
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    model = nn.ModuleDict({str(index): make_stage(index) for index in range(num_stages)})
+    inputs, targets = make_batch(num_microbatches, lengths)
+    losses: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for value, target in zip(inputs, targets, strict=True):
+        for stage in model.values():
+            value = stage(value)
+        outputs.append(value.detach())
+        losses.append(nn.functional.mse_loss(value, target))
+    torch.stack(losses).mean().backward()
+    gradients = {
+        key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    return torch.stack(losses).detach(), outputs, gradients
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), LAYOUTS)
+@pytest.mark.parametrize("lengths", [(4,), (4, 2, 5)], ids=["even", "uneven"])
+def test_schedule_computes_what_torch_computes(
+    ranks: RankPool, name: str, num_ranks: int, num_microbatches: int, lengths: tuple[int, ...]
+) -> None:
+    results = ranks.run(run_layout, num_ranks, name, num_ranks, num_microbatches, lengths)
+    losses, outputs, gradients = reference(num_ranks, num_microbatches, lengths)
+    peaks = simulate(generate(name, num_ranks, num_microbatches), Costs()).peak_activations
+    seen: set[int] = set()
+    found: set[str] = set()
+    for rank, (rank_losses, rank_outputs, rank_gradients, peak, evaluated) in enumerate(results):
+        torch.testing.assert_close(rank_losses, losses)
+        torch.testing.assert_close(evaluated, losses)
+        assert peak <= peaks[rank]
+        for index, output in enumerate(rank_outputs):
+            if output is not None:
+                torch.testing.assert_close(output, outputs[index])
+                seen.add(index)
+        for key, gradient in rank_gradients.items():
+            torch.testing.assert_close(gradient, gradients[key], rtol=1e-5, atol=1e-6)
+            found.add(key)
+    assert seen == set(range(num_microbatches))
+    assert found == set(gradients)
