@@ -56,15 +56,13 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
     dist.barrier(group=assembly.mesh.world)
 
 
-def save_if_due(assembly: Assembly, run: RunContext, num_steps: int, saved: int) -> int:
-    """Save where the interval or the end of the run says so; the step of the newest checkpoint."""
+def save_if_due(assembly: Assembly, run: RunContext, num_steps: int) -> None:
+    """Save after `num_steps` steps where the interval or the end of the run says so."""
     config = assembly.config.checkpoint
     is_due = config.interval_steps > 0 and num_steps % config.interval_steps == 0
     is_last = num_steps == assembly.config.training.num_steps
-    if not config.enabled or not (is_due or is_last) or num_steps == saved:
-        return saved
-    save_state(assembly, run, num_steps)
-    return num_steps
+    if config.enabled and (is_due or is_last):
+        save_state(assembly, run, num_steps)
 
 
 def resume(assembly: Assembly, run: RunContext) -> int:

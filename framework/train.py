@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,11 +21,11 @@ from framework import run_checkpoint
 from framework.build import COMPUTE_DTYPES, Assembly, build, start_process_group
 from framework.config import TrainConfig, to_mapping
 from framework.lr import learning_rate
-from framework.metrics.console import Console
+from framework.metrics.console import ConsoleSink
 from framework.metrics.hardware import device_name, peak_flops
 from framework.metrics.plot import plot_loss
 from framework.metrics.record import Bubbles, RunSummary, StepRecord
-from framework.metrics.sinks import open_sinks, wandb_dir
+from framework.metrics.sinks import Sink, Status, open_sinks, wandb_dir
 from framework.run import RunContext
 from parallel.collectives import all_gather_into, all_reduce
 from parallel.loss import vocab_parallel_cross_entropy
@@ -230,43 +232,42 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
     seed_everything(config.seed, deterministic=config.deterministic)
     assembly = build(config, run.data, device)
     first_step = run_checkpoint.resume(assembly, run)
-    is_main = assembly.mesh.rank == 0
-    sinks = open_sinks(config.logger, run.run_dir, to_mapping(config), first_step) if is_main else []
-    console = Console(
-        num_steps=config.training.num_steps,
-        first_step=first_step,
-        log_interval_steps=config.training.log_interval_steps,
-        use_stderr=run.json_output,
-        show_progress=run.show_progress,
-    )
-    status, started = "failed", time.perf_counter()
-    records: list[StepRecord] = []
-    try:
-        saved_step = first_step
+    if assembly.mesh.rank > 0:
         for record in train(assembly, first_step):
-            if is_main:
-                for sink in sinks:
-                    sink.log(record)
-                console.log(record)
-                records.append(record)
-            saved_step = run_checkpoint.save_if_due(assembly, run, record.step + 1, saved_step)
-        status = "finished"
-        if not is_main:
-            return None
+            run_checkpoint.save_if_due(assembly, run, record.step + 1)
+        return None
+    sinks: list[Sink] = list(open_sinks(config.logger, run.run_dir, to_mapping(config), first_step))
+    if run.show_progress:
+        sinks.append(
+            ConsoleSink(
+                config.training.num_steps,
+                first_step=first_step,
+                stream=sys.stderr if run.json_output else sys.stdout,
+                every=config.training.log_interval_steps,
+            )
+        )
+    status: Status = "failed"
+    records: list[StepRecord] = []
+    started = time.perf_counter()
+    try:
+        for record in train(assembly, first_step):
+            records.append(record)
+            for sink in sinks:
+                sink.log(record)
+            run_checkpoint.save_if_due(assembly, run, record.step + 1)
+        if config.logger.name != "none":
+            plot_loss(run.run_dir)
         summary = summarise(records, run, wandb_dir(sinks), time.perf_counter() - started)
         for sink in sinks:
             sink.summary(summary)
+        status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     finally:
-        console.close()
         for sink in sinks:
             sink.close(status)
-    if config.logger.name != "none":
-        plot_loss(run.run_dir)
-    console.summary(summary, records)
-    return summary.to_mapping()
+    return dataclasses.asdict(summary)
 
 
 def summarise(records: list[StepRecord], run: RunContext, wandb: str | None, seconds: float) -> RunSummary:

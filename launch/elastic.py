@@ -30,7 +30,6 @@ from typing import Any
 
 from framework.errors import RunFailedError, RunInterruptedError
 from launch.failure import (
-    Cause,
     RankExit,
     describe,
     error_path,
@@ -131,7 +130,7 @@ def run_local(
         if stop.signal_number is not None:
             raise _interrupted(stop.signal_number, num_ranks)
         if results is None:
-            raise _failed(watcher.exits, failures, plan)
+            raise _failed(watcher, failures, plan)
         return [results[rank] for rank in range(num_ranks)]
     finally:
         shutil.rmtree(control_dir, ignore_errors=True)
@@ -186,6 +185,7 @@ class _Watcher(threading.Thread):
     def __init__(self, control_dir: Path, num_ranks: int, grace_s: float, stop: _Stop) -> None:
         super().__init__(name="rank-watcher", daemon=True)
         self.exits: list[RankExit] = []
+        self.killed: set[int] = set()
         self._control_dir = control_dir
         self._num_ranks = num_ranks
         self._grace_s = grace_s
@@ -211,7 +211,8 @@ class _Watcher(threading.Thread):
             if late or self._stop_request.requests > 1:
                 for rank, pid in pids.items():
                     if rank not in self._gone:
-                        self._gone.add(rank)  # its end is this thread's doing, no cause of failure
+                        self._gone.add(rank)
+                        self.killed.add(rank)
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
 
@@ -239,16 +240,16 @@ class _Watcher(threading.Thread):
         return failed
 
 
-def _failed(exits: list[RankExit], failures: dict[int, Any], plan: _RankPlan) -> RunFailedError:
-    seen = {end.rank for end in exits}
-    # What torch reaped before the watcher looked. SIGKILL by the watcher is no cause where others are known.
+def _failed(watcher: _Watcher, failures: dict[int, Any], plan: _RankPlan) -> RunFailedError:
+    # What torch reaped before the watcher looked.
+    known = {end.rank for end in watcher.exits} | watcher.killed
     reaped = [
         RankExit(rank=rank, pid=failure.pid, code=failure.exitcode, time_s=failure.timestamp)
         for rank, failure in failures.items()
-        if rank not in seen
+        if rank not in known
     ]
     errors = load_errors(plan.control_dir)
-    cause: Cause | None = root_cause(exits, errors, plan.run_dir) or root_cause(reaped, [], plan.run_dir)
+    cause = root_cause([*watcher.exits, *reaped], errors, plan.run_dir)
     if cause is None:
         return RunFailedError("the ranks ended without a word; run again with --traceback")
     for error in errors:

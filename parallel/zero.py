@@ -118,10 +118,7 @@ class FlatUnit:
             (self._shard_start, self._shard_size) if zero_stage >= 1 else (0, self._padded_size)
         )
 
-        whole = torch.zeros(0 if self._shards_parameters else self._padded_size, dtype=dtype, device=device)
-        if self._shards_parameters:
-            whole = torch.empty(self._padded_size, dtype=dtype, device=device)
-            whole.untyped_storage().resize_(0)
+        whole = torch.zeros(self._padded_size, dtype=dtype, device=device)
         self._whole = whole
         if dtype == torch.float32 and not self._shards_parameters:
             self.master = whole.narrow(0, self._owned_start, self._owned_size)
@@ -144,7 +141,8 @@ class FlatUnit:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self._gather: tuple[dist.Work | None, Tensor] | None = None
         self._reduction: list[dist.Work] | None = None
-        self._is_whole = not self._shards_parameters
+        self._is_whole = True
+        self.reshard()
 
     @staticmethod
     def _view(flat: Tensor, slot: Slot) -> Tensor:
@@ -176,9 +174,10 @@ class FlatUnit:
 
     @torch.no_grad()
     def _take_gradient(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        self.gradient_buffer(parameter).add_(parameter.grad)
-        parameter.grad = None
+        # A weight whose gradient was deferred gets here without one.
+        if parameter.grad is not None:
+            self.gradient_buffer(parameter).add_(parameter.grad)
+            parameter.grad = None
 
     def begin_step(self) -> None:
         self._grad.zero_()

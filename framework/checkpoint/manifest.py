@@ -32,7 +32,7 @@ INDEX = "index.json"
 
 _FOLDER = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"step-\d{8,}\.tmp-.+")
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -279,8 +279,8 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 
 def _file_crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            value = zlib.crc32(block, value)
+    value, block = 0, memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(block):
+            value = zlib.crc32(block[:num_bytes], value)
     return value

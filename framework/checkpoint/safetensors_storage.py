@@ -322,7 +322,7 @@ def _writing(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(
             f"the folder '{path.parent}', made by rank 0, is not seen here; write checkpoints to storage that all "
-            "ranks share"
+            "ranks share, in a folder that no other run writes to"
         ) from error
     except OSError as error:
         if error.errno in _DISK_FULL:

@@ -37,9 +37,10 @@ def save(
     """Write the checkpoint `folder` (named by `step_folder`, on storage that all ranks see) from all of `group`.
 
     boxes: what this rank holds; together they must hold every element of each tensor. Equal boxes are copies
-    and are written once. metadata: JSON, that of the group's rank 0 counts. rank_state: JSON of this rank alone
-    (random generators), read back by `read_rank_state`. group: None is this process alone. The checkpoint
-    appears by one rename once every file is on the disk; leftovers of dead runs beside it are deleted.
+    and are written once. metadata: JSON (data position, `config_hash`); that of the group's rank 0 counts.
+    rank_state: JSON of this rank alone (random generators), read back by `read_rank_state`. group: None is this
+    process alone. The checkpoint appears by one rename once every file is on the disk; leftovers of dead runs
+    beside it are deleted.
 
     Raises, on every rank alike, ValueError: where boxes overlap, leave gaps or disagree, or metadata is not
     JSON. CheckpointError: where a rank cannot write; nothing is left behind and older checkpoints are untouched.

@@ -154,6 +154,11 @@ class BatchLoader:
         self._num_samples = dataset.num_samples(seq_length)
 
     @property
+    def num_samples(self) -> int:
+        """Samples of the whole split."""
+        return self._num_samples
+
+    @property
     def global_batch_size(self) -> int:
         num_microbatches, data_parallel_size, micro_batch_size = self._shape
         return num_microbatches * data_parallel_size * micro_batch_size

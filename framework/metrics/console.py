@@ -67,13 +67,17 @@ class ConsoleSink:
         self._losses.append(record.loss)
         self._elapsed_s += record.step_s
         if self._progress is not None:
+            if record.validation_loss is not None:
+                self._progress.console.print(
+                    f"step {record.step + 1}: validation loss {number(record.validation_loss)}"
+                )
             self._progress.update(self._task, completed=record.step + 1, status=status_text(record))
         elif self._is_due(record):
+            line = f"step {record.step + 1}/{self._total_steps}  {status_text(record)}"
+            if record.validation_loss is not None:
+                line += f"  validation {number(record.validation_loss)}"
             eta_s = self._elapsed_s / len(self._losses) * (self._total_steps - record.step - 1)
-            self._console.print(
-                f"step {record.step + 1}/{self._total_steps}  {status_text(record)}  eta {duration(eta_s)}",
-                markup=False,
-            )
+            self._console.print(f"{line}  eta {duration(eta_s)}", markup=False)
 
     def summary(self, summary: RunSummary) -> None:
         """Print the table of the finished run."""
@@ -116,10 +120,8 @@ class ConsoleSink:
 
 def status_text(record: StepRecord) -> str:
     """Loss, speed and bubble of a step, on one line."""
-    text = f"loss {number(record.loss)}  {record.tokens_per_s:,.0f} tokens/s  bubble {percent(record.bubble_measured)}"
-    if record.validation_loss is not None:
-        text += f"  validation {number(record.validation_loss)}"
-    return text
+    bubble = percent(record.bubble_measured)
+    return f"loss {number(record.loss)}  {record.tokens_per_s:,.0f} tokens/s  bubble {bubble}"
 
 
 def sparkline(values: Sequence[float], width: int, sparks: str = _SPARKS) -> str:

@@ -57,7 +57,7 @@ def timeline_svg(intervals: Sequence[Interval], *, schedule: Schedule, title: st
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{frame.width:.0f}" height="{frame.height:.0f}" '
         f'viewBox="0 0 {frame.width:.0f} {frame.height:.0f}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="11">',
-        "<style>.b{shape-rendering:crispEdges;stroke:#fff;stroke-width:1}.n{text-anchor:middle;pointer-events:none}"
+        f"<style>.b{{shape-rendering:crispEdges;stroke:#fff;stroke-width:{frame.gap:.2f}}}.n{{text-anchor:middle;pointer-events:none}}"
         f".t{{fill:{INK}}}.g{{stroke:{FAINT};shape-rendering:crispEdges}}.b:hover{{stroke:{INK}}}</style>",
         '<rect width="100%" height="100%" fill="#fff"/>',
         f'<text class="t" x="{frame.left:.1f}" y="24" font-size="15" font-weight="600">{escape(title)}</text>',
@@ -95,7 +95,8 @@ def timeline_svg(intervals: Sequence[Interval], *, schedule: Schedule, title: st
         for row, colour in enumerate(swatches):
             height = 14 / len(swatches)
             parts.append(
-                f'<rect class="b" x="{x:.1f}" y="{y + row * height:.1f}" width="22" height="{height:.1f}" fill="{colour}"/>'
+                f'<rect class="b" x="{x:.1f}" y="{y + row * height:.1f}" width="22" height="{height:.1f}" '
+                f'fill="{colour}"/>'
             )
         parts.append(f'<text class="t" x="{x + 28:.1f}" y="{y + 11}">{escape(label)}</text>')
     parts.append("</svg>\n")
@@ -114,7 +115,7 @@ def timeline_png(
     """The same drawing as `timeline_svg`, written to `path` as PNG."""
     # Imported here: it takes half a second that a rank or a command without a picture should not pay.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.collections import PatchCollection
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -131,9 +132,12 @@ def timeline_png(
         options = {"color": INK, "va": "center", "ha": "left"} | options
         axes.text(x, y, label, fontsize=size * points, **options)
 
-    def rectangles(patches: list[Any], fills: list[str], line_width: float) -> None:
+    def rectangles(
+        corners: list[tuple[float, float, float, float]], fills: Sequence[str], line: float
+    ) -> None:
+        polygons = [((x, y), (x + w, y), (x + w, y + h), (x, y + h)) for x, y, w, h in corners]
         axes.add_collection(
-            PatchCollection(patches, facecolors=fills, edgecolors="white", linewidths=line_width, zorder=2)
+            PolyCollection(polygons, facecolors=fills, edgecolors="white", linewidths=line, zorder=2)
         )
 
     text(frame.left, 20, title, 15, weight="bold")
@@ -148,37 +152,34 @@ def timeline_png(
         text(frame.x(time), frame.axis + 10, f"{time:g}", ha="center")
     if unit:
         text(frame.left - 10, frame.axis + 10, unit, ha="right")
-    patches: list[Any] = []
+    corners: list[tuple[float, float, float, float]] = []
     fills: list[str] = []
     for box in _boxes(intervals, schedule, frame):
-        patches.append(Rectangle((box.x, box.y), box.width, box.height))
+        corners.append((box.x, box.y, box.width, box.height))
         fills.append(box.fill)
         if box.label:
             size = 11 if box.height > BAR / 2 else 9.5
             x, y = box.x + box.width / 2, box.y + box.height / 2
             text(x, y + 0.5, box.label, size, ha="center", color=box.text_colour, va="center_baseline")
-    rectangles(patches, fills, 0.7 if len(patches) < 5000 else 0.1)
+    rectangles(corners, fills, points * frame.gap)
     for swatches, label, x in _legend(intervals, schedule, frame.left):
         height = 14 / len(swatches)
         y = frame.height - 24
-        rectangles(
-            [Rectangle((x, y + row * height), 22, height) for row in range(len(swatches))],
-            list(swatches),
-            0.7,
-        )
+        rectangles([(x, y + row * height, 22, height) for row in range(len(swatches))], swatches, points)
         text(x + 28, y + 7, label)
     figure.savefig(path, dpi=dpi)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Where time and ranks lie on the drawing."""
+    """Where time and ranks lie on the drawing; `gap` is the white line around a box."""
 
     start: float
     scale: float
     left: float
     plot_width: float
     num_ranks: int
+    gap: float
     ticks: tuple[float, ...]
 
     @property
@@ -212,6 +213,7 @@ def _frame(intervals: Sequence[Interval], schedule: Schedule) -> _Frame:
         left=28 + CHARACTER * max(len(_row_label(schedule, rank)) for rank in range(schedule.num_ranks)),
         plot_width=plot_width,
         num_ranks=schedule.num_ranks,
+        gap=min(1.0, plot_width * schedule.num_ranks / max(1, len(intervals)) / 8),
         ticks=ticks,
     )
 

@@ -19,6 +19,7 @@ from parallel.layers import (
 )
 from parallel.parameters import placement_of
 from parallel.pipeline.weight_grad import WeightGradStore
+from tests.models.placement import fill, grad_of, slice_of
 from tests.rank_pool import RankPool
 
 BATCH, SEQ, HIDDEN, INNER = 2, 8, 12, 16
@@ -26,35 +27,6 @@ BATCH, SEQ, HIDDEN, INNER = 2, 8, 12, 16
 
 def world_axis() -> Axis:
     return Axis(group=dist.group.WORLD)
-
-
-def fill(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy into `parameter` its slice of `whole`, padding with zeros."""
-    placement = placement_of(parameter)
-    assert placement.global_shape == tuple(whole.shape)
-    with torch.no_grad():
-        parameter.copy_(slice_of(parameter, whole))
-
-
-def slice_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    placement = placement_of(parameter)
-    if placement.tensor_dim is None:
-        return whole
-    size = parameter.shape[placement.tensor_dim]
-    indices = torch.arange(placement.tensor_start, placement.tensor_start + size)
-    inside = indices < whole.shape[placement.tensor_dim]
-    out = torch.zeros(parameter.shape)
-    out.index_copy_(
-        placement.tensor_dim,
-        torch.nonzero(inside).flatten(),
-        whole.index_select(placement.tensor_dim, indices[inside]),
-    )
-    return out
-
-
-def grad_of(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
 
 
 def whole_tensors() -> dict[str, Tensor]:

@@ -158,6 +158,16 @@ def test_no_space_left_while_the_manifest_is_written(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(step_folder(tmp_path, 1), [_whole_box()], {}, group=None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_may_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write .*(Not a directory|File exists)"):

@@ -1,0 +1,152 @@
+"""Entry functions for tests of the launcher, and a program that runs one: `toy_ranks.py ENTRY RANKS FOLDER`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def _init() -> tuple[int, int]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _work(seconds: float = 60.0) -> None:
+    """Collectives until `seconds` have passed: what a training loop does to its peers."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.005)
+
+
+def total() -> float:
+    """The sum of 0..n-1 by an all-reduce, the same on every rank."""
+    rank, _ = _init()
+    value = torch.tensor(float(rank))
+    dist.all_reduce(value)
+    dist.barrier()
+    dist.destroy_process_group()
+    return value.item()
+
+
+def work() -> None:
+    _init()
+    print("working", flush=True)
+    _work()
+
+
+def last_raises() -> None:
+    rank, size = _init()
+    _work(0.5)
+    if rank == size - 1:
+        try:
+            raise KeyError("the shard is not there")
+        finally:
+            dist.destroy_process_group()  # peers lose their connections before this error is recorded
+            time.sleep(0.3)
+    _work()
+
+
+def all_raise() -> None:
+    _init()
+    raise ValueError("every rank found the same mistake")
+
+
+def last_is_killed() -> None:
+    rank, size = _init()
+    _work(0.5)
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _work()
+
+
+def first_is_terminated() -> None:
+    rank, _ = _init()
+    _work(0.3)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    _work()
+
+
+def last_segfaults() -> None:
+    rank, size = _init()
+    _work(0.3)
+    if rank == size - 1:
+        ctypes.string_at(0)
+    _work()
+
+
+def last_leaves() -> None:
+    rank, size = _init()
+    _work(0.3)
+    if rank == size - 1:
+        os._exit(0)
+    _work()
+
+
+def last_exits_3() -> None:
+    rank, size = _init()
+    if rank == size - 1:
+        sys.exit(3)
+    _work()
+
+
+def deaf() -> None:
+    """Ranks that catch SIGTERM and go on, one of which fails."""
+    rank, size = _init()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    print("working", flush=True)
+    _work(0.5)
+    if rank == size - 1:
+        raise RuntimeError("deaf and broken")
+    while True:
+        time.sleep(0.1)
+
+
+def deaf_work() -> None:
+    _init()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    print("working", flush=True)
+    while True:
+        time.sleep(0.1)
+
+
+def with_child() -> None:
+    """Rank 0 starts a process of its own that would outlive it, then the last rank dies."""
+    rank, size = _init()
+    if rank == 0:
+        subprocess.Popen(["sleep", "300"], start_new_session=True)
+    dist.barrier()
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _work()
+
+
+def main() -> int:
+    from framework.errors import RunFailedError, RunInterruptedError
+    from launch.elastic import run_local
+
+    entry, num_ranks, folder = sys.argv[1:]
+    try:
+        results = run_local(globals()[entry], (), num_ranks=int(num_ranks), run_dir=Path(folder), grace_s=3.0)
+    except RunFailedError as error:
+        print(f"FAILED {error}", file=sys.stderr)
+        return 1
+    except RunInterruptedError as error:
+        print(f"STOPPED {error}", file=sys.stderr)
+        return 128 + error.signal_number
+    print(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
