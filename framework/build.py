@@ -105,7 +105,8 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     )
     stages: dict[int, ShardedStage] = {}
     runtime_stages: dict[int, Stage] = {}
-    for index in schedule.stages_of(mesh.coordinate.pipeline):
+    # In one order on every rank: the two ranks of a mirror pair share the collectives of both their stages.
+    for index in sorted(schedule.stages_of(mesh.coordinate.pipeline)):
         module = TransformerStage(
             config.model,
             slices[index].layers,

@@ -15,6 +15,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import select
 import shutil
 import signal
 import sys
@@ -187,7 +188,7 @@ class _Watcher(threading.Thread):
         self.exits: list[RankExit] = []
         self.killed: set[int] = set()
         self._control_dir = control_dir
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._grace_s = grace_s
         self._stop_request = stop
         self._finished = threading.Event()
@@ -199,62 +200,73 @@ class _Watcher(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        if not hasattr(os, "waitid"):
+        if not hasattr(os, "pidfd_open"):
             return
+        poller = select.poll()
+        pids: dict[int, tuple[int, int]] = {}
         deadline: float | None = None
-        while not self._finished.wait(_POLL_S):
-            pids = self._pids()
-            failed = [self._look(rank, pid) for rank, pid in pids.items() if rank not in self._gone]
-            if deadline is None and (any(failed) or self._stop_request.requests):
-                deadline = time.monotonic() + self._grace_s
-            late = deadline is not None and time.monotonic() >= deadline
-            if late or self._stop_request.requests > 1:
-                for rank, pid in pids.items():
-                    if rank not in self._gone:
-                        self._gone.add(rank)
-                        self.killed.add(rank)
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-
-    def _pids(self) -> dict[int, int]:
-        pids: dict[int, int] = {}
-        for rank in range(self._num_ranks):
-            with contextlib.suppress(OSError, ValueError):
-                pids[rank] = int((self._control_dir / f"pid-{rank}").read_text())
-        return pids
-
-    def _look(self, rank: int, pid: int) -> bool:
-        """Whether this rank has ended and failed."""
         try:
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            self._gone.add(rank)  # torch has reaped it: it knows the exit code
-            return False
-        if status is None:
-            return False
+            while not self._finished.is_set():
+                self._register(poller, pids)
+                failed = [self._look(poller, *pids[fd], fd) for fd, _ in poller.poll(_POLL_S * 1000)]
+                if deadline is None and (any(failed) or self._stop_request.requests):
+                    deadline = time.monotonic() + self._grace_s
+                late = deadline is not None and time.monotonic() >= deadline
+                if late or self._stop_request.requests > 1:
+                    self._kill(pids)
+        finally:
+            for fd in pids:
+                os.close(fd)
+
+    def _register(self, poller: select.poll, pids: dict[int, tuple[int, int]]) -> None:
+        registered = {rank for rank, _ in pids.values()}
+        for rank in range(self.num_ranks):
+            if rank in registered:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                pid = int((self._control_dir / f"pid-{rank}").read_text())
+                fd = os.pidfd_open(pid)
+                pids[fd] = (rank, pid)
+                poller.register(fd, select.POLLIN)
+
+    def _look(self, poller: select.poll, rank: int, pid: int, fd: int) -> bool:
+        """Whether this rank, which has just ended, failed."""
+        time_s = time.time()
+        poller.unregister(fd)
         self._gone.add(rank)
-        code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        code = 0
+        # Where torch was quicker to reap it, the code is 0, or torch reports the failure with its code.
+        with contextlib.suppress(ChildProcessError):
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         failed = code != 0 or not (self._control_dir / f"done-{rank}").exists()
-        if failed:
-            self.exits.append(RankExit(rank=rank, pid=pid, code=code, time_s=time.time()))
+        if failed and rank not in self.killed:
+            self.exits.append(RankExit(rank=rank, pid=pid, code=code, time_s=time_s))
         return failed
+
+    def _kill(self, pids: dict[int, tuple[int, int]]) -> None:
+        for fd, (rank, _) in pids.items():
+            if rank not in self._gone and rank not in self.killed:
+                self.killed.add(rank)  # its end is no cause of the failure
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
 
 
 def _failed(watcher: _Watcher, failures: dict[int, Any], plan: _RankPlan) -> RunFailedError:
-    # What torch reaped before the watcher looked.
-    known = {end.rank for end in watcher.exits} | watcher.killed
-    reaped = [
-        RankExit(rank=rank, pid=failure.pid, code=failure.exitcode, time_s=failure.timestamp)
-        for rank, failure in failures.items()
-        if rank not in known
-    ]
+    exits = {end.rank: end for end in watcher.exits}
+    for rank, failure in failures.items():
+        if rank in watcher.killed:
+            continue
+        time_s = exits[rank].time_s if rank in exits else float(failure.timestamp)
+        exits[rank] = RankExit(rank=rank, pid=failure.pid, code=failure.exitcode, time_s=time_s)
     errors = load_errors(plan.control_dir)
-    cause = root_cause([*watcher.exits, *reaped], errors, plan.run_dir)
+    cause = root_cause(list(exits.values()), errors, plan.run_dir)
     if cause is None:
         return RunFailedError("the ranks ended without a word; run again with --traceback")
-    for error in errors:
-        if error.rank != cause.rank and error.secondary:
-            error_path(plan.run_dir, error.rank).unlink(missing_ok=True)
+    own = {error.rank for error in errors if not error.secondary} | {cause.rank}
+    for rank in set(range(watcher.num_ranks)) - own:
+        error_path(plan.run_dir, rank).unlink(missing_ok=True)  # a victim's, which would only mislead
     return RunFailedError(cause.message, rank=cause.rank, details=cause.details)
 
 

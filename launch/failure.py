@@ -17,10 +17,13 @@ from pathlib import Path
 
 # How gloo, NCCL and torch's store tell that a peer is gone, or that it did not come in time.
 _PEER_LOSS = re.compile(
-    r"connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out waiting|wait timeout|socket timeout"
-    r"|remote process exited|communicator was aborted|failed to (?:recv|send)|watchdog caught collective",
+    r"read error|connection (?:was )?(?:closed|reset|refused)|broken pipe|timed? ?out waiting|wait timeout"
+    r"|socket timeout|remote process exited|communicator was aborted|failed to (?:recv|send)"
+    r"|watchdog caught collective",
     re.IGNORECASE,
 )
+# A path on the machine that built torch, and a greeting.
+_GLOO_DECORATION = re.compile(r"\[/\S+\.cc:\d+\] ?| This is typically caused by.*GLHF!\S* ?\S*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,27 +109,18 @@ def load_errors(control_dir: Path) -> list[RankError]:
 
 
 def root_cause(exits: Sequence[RankExit], errors: Sequence[RankError], run_dir: Path) -> Cause | None:
-    """The failure to name: `exits` are those that the launcher did not bring about itself.
+    """The failure to name: `exits` are those that the launcher did not bring about itself, unless they came later.
 
-    In this order: a rank killed by a signal; an error of a rank's own; a rank that left without a word; an error
-    that tells of a lost peer; SIGTERM, which may be the launcher's own. Within each the earliest.
+    The earliest of: an error of a rank's own, and the end of a rank without an error. Where there is neither, the
+    earliest error that tells of a lost peer.
     """
-    known = {error.rank for error in errors}
-    silent = sorted((end for end in exits if end.rank not in known), key=lambda end: end.time_s)
+    recorded = {error.rank for error in errors}
     own = sorted((error for error in errors if not error.secondary), key=lambda error: error.time_s)
+    silent = sorted((end for end in exits if end.rank not in recorded), key=lambda end: end.time_s)
+    if silent and (not own or silent[0].time_s < own[0].time_s):
+        return _of_exit(silent[0], run_dir)
     secondary = sorted((error for error in errors if error.secondary), key=lambda error: error.time_s)
-    # SIGABRT is how NCCL's watchdog and C++ end a rank whose peer is gone.
-    killed = [end for end in silent if end.code < 0 and -end.code not in (signal.SIGTERM, signal.SIGABRT)]
-    left = [end for end in silent if end.code >= 0 or -end.code == signal.SIGABRT]
-    if killed:
-        return _of_exit(killed[0], run_dir)
-    if own:
-        return _of_error(own, run_dir)
-    if left:
-        return _of_exit(left[0], run_dir)
-    if secondary:
-        return _of_error(secondary, run_dir)
-    return _of_exit(silent[0], run_dir) if silent else None
+    return _of_error(own or secondary, run_dir) if own or secondary else None
 
 
 def _of_error(errors: Sequence[RankError], run_dir: Path) -> Cause:
@@ -136,7 +130,7 @@ def _of_error(errors: Sequence[RankError], run_dir: Path) -> Cause:
     if same:
         noun = "rank" if len(same) == 1 else "ranks"
         others = f" ({first.kind} on {noun} {', '.join(map(str, same))} too)"
-    message = first.message.strip() or "(no message)"
+    message = _GLOO_DECORATION.sub("", first.message).strip() or "(no message)"
     where = f", at {first.where}" if first.where else ""
     return Cause(
         rank=first.rank,

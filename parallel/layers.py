@@ -107,6 +107,10 @@ class ColumnParallelLinear(nn.Module):
                 ),
             )
 
+    def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those whose gradient goes to `weight_grad_sink`."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     def forward(self, tensor: Tensor) -> Tensor:
         return split_linear(tensor, self.weight, self.bias, self.weight_grad_sink)
 
@@ -159,6 +163,10 @@ class RowParallelLinear(nn.Module):
                     init="zeros",
                 ),
             )
+
+    def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those whose gradient goes to `weight_grad_sink`: the bias is added after the sum and is not one."""
+        return (self.weight,)
 
     def forward(self, tensor: Tensor) -> Tensor:
         term = split_linear(tensor, self.weight, None, self.weight_grad_sink)

@@ -79,7 +79,8 @@ def initialize(out: Tensor, name: str, placement: ParameterPlacement, seed: int)
         source = placement.tied_to or name
         generator = torch.Generator(device="cpu")
         for block in range(first // block_rows, -(-last // block_rows)):
-            generator.manual_seed((seed << 32) ^ zlib.crc32(f"{source}/{block}".encode()))
+            # The CPU generator reads 32 bits of its seed.
+            generator.manual_seed(zlib.crc32(f"{seed}/{source}/{block}".encode()))
             block_start = block * block_rows
             rows = torch.empty(min(block_rows, shape[0] - block_start), *shape[1:])
             rows.normal_(0.0, placement.init_std, generator=generator)

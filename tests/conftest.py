@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
+from tests.tiny import prepare_tiny
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +17,9 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    """The tokens that the tiny model of tests/tiny.py trains on."""
+    return prepare_tiny(tmp_path_factory.mktemp("tiny-data"))

@@ -119,8 +119,8 @@ def _plan(data: DataConfig, tokenizer: TokenizerConfig) -> _Plan:
     )
 
 
-def _cached(plan: _Plan) -> PreparedData | None:
-    """The result of `plan`, or None where it is not there or damaged."""
+def _cached(plan: _Plan, *, report: bool = True) -> PreparedData | None:
+    """The result of `plan`, or None where it is not there or damaged; damage is logged unless told not to."""
     if not (plan.tokens_dir.is_dir() and plan.tokenizer_path.is_file()):
         return None
     folders = [plan.tokens_dir / "train"]
@@ -133,7 +133,8 @@ def _cached(plan: _Plan) -> PreparedData | None:
             if indices[-1].num_bytes <= _CHECKED_BYTES:
                 check_hashes(folder, indices[-1])
     except ValueError as error:
-        _log.warning("the prepared tokens are built again: %s", error)
+        if report:
+            _log.warning("the prepared tokens are built again: %s", error)
         return None
     train = indices[0]
     return PreparedData(
@@ -237,7 +238,7 @@ def _build(plan: _Plan, report: Progress, shard_tokens: int) -> None:
         report("waiting for another process that prepares the same data", 0.0)
         lock.acquire()
     with lock:
-        if _cached(plan) is not None:
+        if _cached(plan, report=False) is not None:
             return
         if plan.tokens_dir.exists():
             shutil.rmtree(plan.tokens_dir)

@@ -49,14 +49,11 @@ def check_logger(config: LoggerConfig) -> None:
             "logger=tensorboard: the package tensorboard is not installed; "
             "pip install 'counterflow[tensorboard]', or take logger=jsonl"
         )
-    if config.name == "wandb" and _wandb_mode(config) == "online":
-        import wandb
-
-        if not wandb.api.api_key:
-            raise ValueError(
-                "logger.mode=online: W&B has no API key here; run `wandb login` or set WANDB_API_KEY, or take "
-                "logger.mode=offline and `wandb sync` later"
-            )
+    if config.name == "wandb" and _wandb_mode(config) == "online" and not _may_log_in():
+        raise ValueError(
+            "logger.mode=online: W&B has no API key here; run `wandb login` or set WANDB_API_KEY, or take "
+            "logger.mode=offline and `wandb sync` later"
+        )
 
 
 def open_sinks(
@@ -261,6 +258,14 @@ def _redact(name: str, value: Any) -> Any:
             return "***"
         return re.sub(r"(\w+://[^/\s:@]*):[^/\s@]+@", r"\1:***@", value)
     return value
+
+
+def _may_log_in() -> bool:
+    """False where W&B certainly has no credentials; `wandb login` keeps them in the netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    netrc = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    return netrc.is_file() and netrc.stat().st_size > 0
 
 
 def _wandb_mode(config: LoggerConfig) -> Literal["online", "offline", "disabled"]:

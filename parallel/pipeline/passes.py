@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from parallel.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from parallel.pipeline.dependencies import (
@@ -50,62 +50,71 @@ def add_communication(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule
     of its sends. Each is posted `receive_ahead` compute actions before its use, or earlier where the message is
     ready earlier: before any action of the receiver that ends no sooner than the sender's, in a run with unit
     costs. So every send, taken in the order of that run, finds its receive posted or waits for actions that end
-    strictly earlier, and no rank hangs even if sends block until received (as on NCCL), for any schedule.
+    strictly earlier, and no rank hangs even if sends block until received (as on NCCL), for any schedule. A
+    gradient's receive stands behind the forward of its micro-batch, which tells its shape.
 
     Raises ScheduleError: the compute actions cannot run in this order, or a result is never used.
     """
     assert all(action.kind in COMPUTE for actions in schedule.actions for action in actions)
-    ends: list[list[float]] = [[] for _ in range(schedule.num_ranks)]
+    ends: list[list[float]] = [[] for _ in schedule.actions]
     for interval in simulate(schedule, Costs()).intervals:
         ends[interval.rank].append(interval.end)
-    used_at: list[dict[Product, int]] = [
-        {
-            product: index
-            for index, action in enumerate(actions)
-            for product in needs(action, schedule.num_stages)
-        }
-        for actions in schedule.actions
+    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
+    made_at = [_indices(actions, gives) for actions in schedule.actions]
+    used_at = [
+        _indices(actions, lambda action: needs(action, schedule.num_stages)) for actions in schedule.actions
     ]
 
-    sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(schedule.num_ranks)]
-    channels: dict[tuple[int, int], list[tuple[Product, int]]] = defaultdict(list)
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            for product in gives(action):
-                receiver = destination(schedule, product)
-                if receiver is None:
-                    continue
-                if product not in used_at[receiver]:
-                    raise ScheduleError(
-                        f"no action on rank {receiver} uses what {action} of rank {rank} sends it"
-                    )
-                ready = bisect_left(ends[receiver], ends[rank][index])
-                post = max(0, min(used_at[receiver][product] - receive_ahead, ready))
-                sends[rank][index].append(send_of(product))
-                channels[rank, receiver].append((product, post))
-
-    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(schedule.num_ranks)]
-    for (_, receiver), messages in sorted(channels.items()):
-        for product, post in _in_order(messages):
+    for (source, receiver), messages in sorted(_messages(schedule).items()):
+        posts: list[int] = []
+        floor = 0
+        for product, index in messages:
+            value, stage, microbatch = product
+            if product not in used_at[receiver]:
+                raise ScheduleError(
+                    f"no action on rank {receiver} uses what {schedule.actions[source][index]} of rank {source} "
+                    "sends it"
+                )
+            if value is Value.INPUT_GRADIENT:
+                floor = max(floor, made_at[receiver][Value.ACTIVATION, stage - 1, microbatch] + 1)
+            ready = bisect_left(ends[receiver], ends[source][index])
+            posts.append(max(floor, min(used_at[receiver][product] - receive_ahead, ready)))
+        latest = posts[-1]
+        for position in reversed(range(len(posts))):
+            posts[position] = latest = min(latest, posts[position])
+        for (product, _), post in zip(messages, posts, strict=True):
             receives[receiver][post].append(receive_of(product))
+
     return schedule.with_actions(
         [
             extended
             for index, action in enumerate(actions)
-            for extended in (*receives[rank].get(index, ()), action, *sends[rank].get(index, ()))
+            for extended in (*receives[rank].get(index, ()), action, *_sends_after(schedule, action))
         ]
         for rank, actions in enumerate(schedule.actions)
     )
 
 
-def _in_order(messages: Sequence[tuple[Product, int]]) -> list[tuple[Product, int]]:
-    """Each message posted no later than any that follows it on the channel."""
-    ordered: list[tuple[Product, int]] = []
-    latest = messages[-1][1]
-    for product, post in reversed(messages):
-        latest = min(latest, post)
-        ordered.append((product, latest))
-    return ordered[::-1]
+def _sends_after(schedule: Schedule, action: Action) -> list[Action]:
+    return [send_of(product) for product in gives(action) if destination(schedule, product) is not None]
+
+
+def _messages(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Product, int]]]:
+    """For each (source rank, destination rank): the products sent, in order, and the source's action's index."""
+    messages: dict[tuple[int, int], list[tuple[Product, int]]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            for product in gives(action):
+                receiver = destination(schedule, product)
+                if receiver is not None:
+                    messages[rank, receiver].append((product, index))
+    return messages
+
+
+def _indices(
+    actions: Sequence[Action], products_of: Callable[[Action], Sequence[Product]]
+) -> dict[Product, int]:
+    return {product: index for index, action in enumerate(actions) for product in products_of(action)}
 
 
 def merge_backward(schedule: Schedule) -> Schedule:

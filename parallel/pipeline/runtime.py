@@ -185,7 +185,8 @@ class Runtime:
             with self._recorder.record(Activity.SEND_WAIT, -1, None):
                 self.transport.finish_step()
             for index, stage in self.stages.items():
-                assert stage.num_live == 0 and stage.weight_grads.is_empty, "the schedule left work undone"
+                assert stage.num_live == 0, "the schedule left activations behind"
+                assert stage.weight_grads.is_empty, "the schedule left weight gradients behind"
                 if torch.is_grad_enabled():
                     with self._recorder.record(Activity.REDUCE_WAIT, index, None):
                         stage.parameters.finish_step()

@@ -152,21 +152,38 @@ class Adoption:
     immediate: tuple[str, ...] = field(default=())
 
 
+class SplitLayer(Protocol):
+    """A layer written for deferral: it calls `split_linear` with its sink."""
+
+    weight_grad_sink: WeightGradSink | None
+
+    def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those whose gradient goes to the sink."""
+        ...
+
+
 def adopt(module: nn.Module, sink: WeightGradSink) -> Adoption:
     """Make every linear layer of `module` file its weight gradient in `sink`.
 
-    A layer is one of this package's (it has a `weight_grad_sink` attribute) or exactly torch.nn.Linear; a
-    subclass may compute something else and keeps its own backward.
+    A layer is a `SplitLayer` or exactly torch.nn.Linear; a subclass may compute something else and keeps its
+    own backward.
     """
     deferred: set[int] = set()
+    immediate: set[int] = set()
     for layer in module.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        here: set[int] = set()
         if hasattr(layer, "weight_grad_sink"):
-            layer.weight_grad_sink = sink  # type: ignore[assignment]
+            split = cast(SplitLayer, layer)
+            split.weight_grad_sink = sink
+            here = {id(parameter) for parameter in split.deferrable_parameters()}
         elif type(layer) is nn.Linear:
             layer.forward = partial(_linear_forward, layer, sink)  # type: ignore[method-assign]
-        else:
-            continue
-        deferred.update(id(parameter) for parameter in layer.parameters(recurse=False))
+            here = own
+        deferred |= here
+        immediate |= own - here
+    # A tied embedding is both: part of its gradient comes with the input gradient.
+    deferred -= immediate
     named = list(module.named_parameters())
     return Adoption(
         deferred=tuple(name for name, parameter in named if id(parameter) in deferred),

@@ -28,6 +28,10 @@ def _work(seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+def _failing() -> None:
+    os.write(1, f"failing at {time.time()}\n".encode())
+
+
 def total() -> float:
     """The sum of 0..n-1 by an all-reduce, the same on every rank."""
     rank, _ = _init()
@@ -40,7 +44,7 @@ def total() -> float:
 
 def work() -> None:
     _init()
-    print("working", flush=True)
+    os.write(1, b"working\n")
     _work()
 
 
@@ -48,6 +52,7 @@ def last_raises() -> None:
     rank, size = _init()
     _work(0.5)
     if rank == size - 1:
+        _failing()
         try:
             raise KeyError("the shard is not there")
         finally:
@@ -58,6 +63,7 @@ def last_raises() -> None:
 
 def all_raise() -> None:
     _init()
+    _failing()
     raise ValueError("every rank found the same mistake")
 
 
@@ -65,6 +71,7 @@ def last_is_killed() -> None:
     rank, size = _init()
     _work(0.5)
     if rank == size - 1:
+        _failing()
         os.kill(os.getpid(), signal.SIGKILL)
     _work()
 
@@ -73,6 +80,7 @@ def first_is_terminated() -> None:
     rank, _ = _init()
     _work(0.3)
     if rank == 0:
+        _failing()
         os.kill(os.getpid(), signal.SIGTERM)
     _work()
 
@@ -81,6 +89,7 @@ def last_segfaults() -> None:
     rank, size = _init()
     _work(0.3)
     if rank == size - 1:
+        _failing()
         ctypes.string_at(0)
     _work()
 
@@ -89,6 +98,7 @@ def last_leaves() -> None:
     rank, size = _init()
     _work(0.3)
     if rank == size - 1:
+        _failing()
         os._exit(0)
     _work()
 
@@ -96,6 +106,7 @@ def last_leaves() -> None:
 def last_exits_3() -> None:
     rank, size = _init()
     if rank == size - 1:
+        _failing()
         sys.exit(3)
     _work()
 
@@ -104,9 +115,9 @@ def deaf() -> None:
     """Ranks that catch SIGTERM and go on, one of which fails."""
     rank, size = _init()
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print("working", flush=True)
     _work(0.5)
     if rank == size - 1:
+        _failing()
         raise RuntimeError("deaf and broken")
     while True:
         time.sleep(0.1)
@@ -115,7 +126,7 @@ def deaf() -> None:
 def deaf_work() -> None:
     _init()
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print("working", flush=True)
+    os.write(1, b"working\n")
     while True:
         time.sleep(0.1)
 
@@ -127,6 +138,7 @@ def with_child() -> None:
         subprocess.Popen(["sleep", "300"], start_new_session=True)
     dist.barrier()
     if rank == size - 1:
+        _failing()
         os.kill(os.getpid(), signal.SIGKILL)
     _work()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def compare(sequence_parallel: bool, vocab_size: int, tied: bool, num_stages: in
     bounds = [0, 1, 2] if num_stages == 2 else [0, 2]
     stages = [
         build(config, axis, sequence_parallel, vocab_size, range(start, stop))
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
     x = tokens
     for stage in stages:

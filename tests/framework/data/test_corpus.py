@@ -24,7 +24,7 @@ def test_the_default_corpus_is_the_running_python() -> None:
     assert sum(map(len, found.values())) > 5e6
     assert found["python/textwrap.py"] == inspect.getsource(textwrap)
     assert not any("site-packages" in name or "/test/" in name for name in found)
-    assert "``if``" in found["python/topics/if"]
+    assert "conditional execution" in found["python/topics/if"]
     assert "python/pydoc_data/topics.py" not in found
 
 

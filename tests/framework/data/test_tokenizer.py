@@ -42,6 +42,7 @@ def test_training_is_the_same_with_one_thread_and_with_two() -> None:
     found = {
         subprocess.run(
             [sys.executable, "-c", TRAIN],
+            cwd=Path(__file__).parents[3],
             env={**os.environ, "RAYON_NUM_THREADS": str(threads), "PYTHONHASHSEED": str(threads)},
             capture_output=True,
             check=True,

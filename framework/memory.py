@@ -1,0 +1,86 @@
+"""What a rank holds between steps, counted and observed, and how much of it a schedule costs over another."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from framework.build import Assembly, build, start_process_group
+from framework.config import TrainConfig
+from framework.run import RunContext
+from framework.train import seed_everything, train_step
+from parallel.pipeline.simulate import peak_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """One rank after a step.
+
+    parameters, gradients, optimizer: bytes that stay between steps. observed: bytes of every tensor that is
+    alive then, to hold the count against. peak_live_activations: micro-batches held at once during the step,
+    and the simulator's figure for it. peak_held_weight_grad_bytes: kept for deferred weight gradients.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    observed: int
+    peak_live_activations: int
+    simulated_peak_activations: int
+    peak_held_weight_grad_bytes: int
+
+    @property
+    def persistent(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def live_tensor_bytes(device: torch.device) -> int:
+    """Bytes of the distinct storages of all tensors alive in this process on `device`."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for candidate in gc.get_objects():
+        # Not isinstance: it would make lazy proxies among the objects import what they stand for.
+        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == device.type:
+            storage = candidate.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankMemory:
+    """Train one step in the layout of `config` and report this rank's memory; every rank calls this."""
+    seed_everything(config.seed, deterministic=config.deterministic)
+    before = live_tensor_bytes(device)
+    assembly: Assembly = build(config, run.data, device)
+    outcome = train_step(assembly, 0)
+    held = assembly.optimizer.persistent_bytes()
+    mine = outcome.ranks[assembly.mesh.rank]
+    simulated, _ = peak_live(assembly.schedule.actions[assembly.mesh.coordinate.pipeline])
+    return RankMemory(
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
+        observed=live_tensor_bytes(device) - before,
+        peak_live_activations=int(mine.peak_live_activations),
+        simulated_peak_activations=simulated,
+        peak_held_weight_grad_bytes=sum(
+            stage.weight_grads.peak_held_bytes for stage in assembly.runtime.stages.values()
+        ),
+    )
+
+
+def run_memory_rank(config: TrainConfig, run: RunContext, local_rank: int) -> RankMemory:
+    """Entry of each rank; the environment describes the process group."""
+    device = start_process_group(config, local_rank)
+    try:
+        return measure(config, run, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def to_mapping(ranks: list[RankMemory]) -> list[dict[str, Any]]:
+    """Plain values, one entry a rank."""
+    return [{**asdict(rank), "persistent": rank.persistent} for rank in ranks]

@@ -1,0 +1,147 @@
+"""`counterflow parity`: train the same model, data and seed in a layout and in one process, and compare.
+
+`python -m launch.parity` runs the whole grid of layouts that fit eight ranks (`make parity`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, check
+from framework.errors import ConfigError
+from framework.run import RunContext
+from launch.train import LaunchOptions, prepare_run, short_path
+
+_MAX_RANKS = 8
+
+
+def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
+    """Train both and return the largest relative differences: loss_rel, grad_rel, param_rel, and whether they hold.
+
+    Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
+    """
+    # Neither records nor checkpoints: the comparison reads its own files.
+    config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
+    check(config)
+
+    from framework.parity import reference_config, to_mapping
+    from launch.elastic import run_local
+
+    reference = reference_config(config)
+    context = prepare_run(config, options, time.time(), kind="parity")
+    _say(f"parity of {layout_text(config)} with one process, in {short_path(context.run_dir)}")
+    with tempfile.TemporaryDirectory(prefix=".parity-", dir=context.run_dir) as name:
+        folder = Path(name)
+        _say(f"training on {config.parallel.world_size} ranks")
+        losses = run_local(
+            _layout_rank,
+            (config, context, folder),
+            num_ranks=config.parallel.world_size,
+            run_dir=context.run_dir,
+            threads_per_rank=config.launcher.threads_per_rank,
+            grace_s=config.launcher.grace_s,
+        )[0]
+        _say(f"training on one rank, {reference.schedule.num_microbatches} micro-batches a step")
+        (parity,) = run_local(
+            _reference_rank,
+            (config, context, folder, losses),
+            num_ranks=1,
+            run_dir=context.run_dir,
+            threads_per_rank=config.launcher.threads_per_rank,
+            grace_s=config.launcher.grace_s,
+        )
+    return {"layout": layout_text(config), "run_dir": str(context.run_dir), **to_mapping(parity)}
+
+
+def layout_text(config: TrainConfig) -> str:
+    """A layout in a few characters, as `tp2 pp2 dp2 zero3 dualpipe`."""
+    parallel = config.parallel
+    return (
+        f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} dp{parallel.data_parallel_size} "
+        f"zero{config.zero.stage} {config.schedule.name}"
+    )
+
+
+def grid() -> Iterator[list[str]]:
+    """The overrides of every layout that fits eight ranks."""
+    axes = product((1, 2), (1, 2, 4), (1, 2), (0, 1, 2, 3), ("gpipe", "1f1b", "dualpipe"))
+    for tensor, pipeline, data, stage, schedule in axes:
+        if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
+            continue
+        yield [
+            f"parallel.tensor_parallel_size={tensor}",
+            f"parallel.pipeline_parallel_size={pipeline}",
+            f"parallel.data_parallel_size={data}",
+            f"zero.stage={stage}",
+            f"schedule={schedule}",
+        ]
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The three differences, each with what it is measured on."""
+    rows = (
+        ("loss", result["loss_rel"], f"largest of {result['num_steps']} steps"),
+        ("gradients", result["grad_rel"], f"{result['worst_grad']}, before clipping"),
+        ("parameters", result["param_rel"], f"{result['worst_param']}, after {result['num_steps']} steps"),
+    )
+    print(f"largest relative difference of {result['layout']} to one process:")
+    for name, value, what in rows:
+        print(f"  {name:<12}{value:.2e}   {what}")
+    verdict = "hold" if result["holds"] else "DO NOT HOLD"
+    print(f"loss and gradients {verdict} the fp32 bound of {result['tolerance']:g}")
+
+
+def _layout_rank(config: TrainConfig, context: RunContext, folder: Path) -> list[float]:
+    from framework.parity import run_layout_rank
+
+    return run_layout_rank(config, context, int(os.environ["LOCAL_RANK"]), folder)
+
+
+def _reference_rank(config: TrainConfig, context: RunContext, folder: Path, losses: list[float]) -> Any:
+    from framework.parity import run_reference_rank
+
+    return run_reference_rank(config, context, int(os.environ["LOCAL_RANK"]), folder, losses)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Run the whole grid; 0 where every layout holds."""
+    from launch.compose import compose_config
+
+    layouts = list(grid())
+    missed: list[str] = []
+    for number, overrides in enumerate(layouts, start=1):
+        config = compose_config([*overrides, *sys.argv[1:]])
+        try:
+            result = run(config, LaunchOptions(command=("counterflow", "parity", *overrides)))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        verdict = "holds" if result["holds"] else "FAILS"
+        print(
+            f"[{number}/{len(layouts)}] {result['layout']:<32} loss {result['loss_rel']:.1e}  "
+            f"gradients {result['grad_rel']:.1e}  parameters {result['param_rel']:.1e}  {verdict}",
+            flush=True,
+        )
+        if not result["holds"]:
+            missed.append(result["layout"])
+    print(
+        f"{len(layouts) - len(missed)} of {len(layouts)} layouts hold"
+        + (f"; not: {missed}" if missed else "")
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Pipelines for a user's own modules and loop: no config, no trainer.
+
+    pipeline = build_pipeline(make_stage, "dualpipe", num_microbatches=8)
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        losses = pipeline.step(inputs, targets, loss_fn).losses
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.pipeline.action import COMPUTE, Schedule
+from parallel.pipeline.generate import generate
+from parallel.pipeline.passes import lower
+from parallel.pipeline.runtime import LossFunction, Microbatches, Runtime, StepResult
+from parallel.pipeline.stage import PlainParameters, Stage
+from parallel.pipeline.verify import verify
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """This rank's part of a pipeline over plain modules. Built by `build_pipeline`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.runtime.schedule
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """This rank's modules by stage."""
+        return {index: stage.module for index, stage in self.runtime.stages.items()}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's modules, for an optimizer; their gradients are complete after `step`."""
+        for module in self.modules.values():
+            yield from module.parameters()
+
+    def step(
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        loss_fn: LossFunction,
+        *,
+        loss_reduction: str = "mean",
+        share_losses: bool = True,
+        return_outputs: bool = False,
+    ) -> StepResult:
+        """Forward and backward of every micro-batch; see `Runtime.step`."""
+        return self.runtime.step(
+            inputs,
+            targets,
+            loss_fn,
+            loss_reduction=loss_reduction,
+            share_losses=share_losses,
+            return_outputs=return_outputs,
+        )
+
+    def evaluate(
+        self,
+        inputs: Microbatches,
+        targets: Microbatches,
+        loss_fn: LossFunction,
+        *,
+        share_losses: bool = True,
+        return_outputs: bool = False,
+    ) -> StepResult:
+        """Forward only; see `Runtime.evaluate`."""
+        return self.runtime.evaluate(
+            inputs, targets, loss_fn, share_losses=share_losses, return_outputs=return_outputs
+        )
+
+
+def build_pipeline(
+    make_stage: Callable[[int], nn.Module],
+    schedule: str | Schedule,
+    *,
+    num_microbatches: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    uniform_shapes: bool = True,
+) -> Pipeline:
+    """A pipeline over the ranks of `group`; every rank of it calls this.
+
+    make_stage: stage index -> module, called for the stages this rank holds. It returns a tensor or a tuple of
+        tensors, which are the arguments of the next stage. Linear layers get deferred weight gradients where
+        the schedule splits the backward; the gradients of other layers are computed with the input gradient,
+        which the log says once.
+    schedule: a name (`gpipe`, `1f1b`, `dualpipe`, ...) with `num_microbatches`, or a Schedule of compute actions.
+    group: None is every rank, or this process alone where torch.distributed is not initialised. Two-copy
+        schedules start both copies of a stage from the parameters of the lower rank, and sum their gradients.
+
+    Raises ValueError: where the schedule does not fit the group, or breaks a rule (ScheduleError).
+    """
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    num_ranks = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    if isinstance(schedule, str):
+        if num_microbatches is None:
+            raise ValueError(f"schedule='{schedule}' needs num_microbatches; pass how many a step has")
+        schedule = generate(schedule, num_ranks, num_microbatches)
+    if not all(action.kind in COMPUTE for actions in schedule.actions for action in actions):
+        raise ValueError(
+            f"schedule '{schedule.name}' has communication actions already; pass its compute actions alone"
+        )
+    if schedule.num_ranks != num_ranks:
+        raise ValueError(
+            f"the schedule '{schedule.name}' is for {schedule.num_ranks} ranks and the group has {num_ranks}; "
+            "generate it for the size of the group"
+        )
+    lowered = lower(schedule, zero_stage=0)
+    verify(lowered)
+    stages: dict[int, Stage] = {}
+    for index in sorted(set(lowered.stages_of(rank))):
+        module = make_stage(index)
+        mirror = _mirror_group(lowered, index, group)
+        if mirror is not None:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, group=mirror, group_src=0)
+        stages[index] = Stage(index, module, PlainParameters(module, mirror))
+        _log_adoption(stages[index])
+    reverse_group = None if group is None else _same_ranks(group)
+    return Pipeline(
+        Runtime(
+            stages,
+            lowered,
+            group=group,
+            reverse_group=reverse_group,
+            device=device,
+            uniform_shapes=uniform_shapes,
+        )
+    )
+
+
+def _mirror_group(schedule: Schedule, stage: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks with a copy of `stage`; None where there is one."""
+    replicas = schedule.replicas_of(stage)
+    if group is None or len(replicas) == 1:
+        return None
+    ranks = [dist.get_global_rank(group, rank) for rank in replicas]
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mirror of stage {stage}")
+
+
+def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc="pipeline, reverse")
+
+
+def _log_adoption(stage: Stage) -> None:
+    adoption = stage.adoption
+    if adoption.immediate:
+        logger.info(
+            "stage %d: weight gradients of %d parameters are deferred; those of %s are computed with the input "
+            "gradient",
+            stage.index,
+            len(adoption.deferred),
+            ", ".join(adoption.immediate),
+        )

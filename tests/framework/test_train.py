@@ -1,0 +1,168 @@
+"""The trainer: runs resume bitwise, bf16 follows fp32, records say what happened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from framework.build import build
+from framework.config import TrainConfig
+from framework.data.prepare import PreparedData
+from framework.run import RunContext
+from framework.run_checkpoint import resume, save_if_due
+from framework.train import evaluate, seed_everything, train
+from tests.rank_pool import RankPool
+from tests.tiny import run_context, tiny_config
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"pp": 2, "dp": 2, "tp": 2, "schedule": "dualpipe", "zero": 3, "num_microbatches": 4},
+    {"pp": 2, "dp": 2, "schedule": "1f1b", "zero": 1},
+    {"pp": 1, "dp": 1, "schedule": "gpipe", "zero": 0, "num_microbatches": 4},
+]
+
+
+def run_steps(
+    config: TrainConfig, run: RunContext, stop_after: int | None
+) -> tuple[list[float], list[float]]:
+    """Train (or go on), and stop after that many steps as a killed run would: losses and norms of each step."""
+    seed_everything(config.seed, deterministic=config.deterministic)
+    assembly = build(config, run.data, torch.device("cpu"))
+    losses: list[float] = []
+    norms: list[float] = []
+    for record in train(assembly, resume(assembly, run)):
+        losses.append(record.loss)
+        norms.append(record.grad_norm)
+        save_if_due(assembly, run, record.step + 1)
+        if record.step + 1 == stop_after:
+            break
+    dist.barrier()
+    return losses, norms
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, layout: dict[str, Any], precision: str
+) -> None:
+    config = tiny_config(
+        **layout,
+        training={"num_steps": 6},
+        precision={"compute": precision},
+        checkpoint={"enabled": True, "interval_steps": 3},
+    )
+    world_size = config.parallel.world_size
+    run = run_context(tiny_data, tmp_path / "undisturbed")
+    losses, norms = ranks.run(run_steps, world_size, config, run, None)[0]
+    stopped = run_context(tiny_data, tmp_path / "stopped")
+    before = ranks.run(run_steps, world_size, config, stopped, 4)[0]
+    assert before[0] == losses[:4]
+    resumed = replace(config, checkpoint=replace(config.checkpoint, resume=str(stopped.run_dir)))
+    after = ranks.run(run_steps, world_size, resumed, stopped, None)[0]
+    assert after == (losses[3:], norms[3:])
+
+
+def test_a_checkpoint_goes_on_in_another_layout(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
+) -> None:
+    """Names and boxes are free of the layout: what 8 ranks saved, 2 ranks continue, to rounding."""
+    checkpoint = {"enabled": True, "interval_steps": 3}
+    config = tiny_config(**LAYOUTS[0], training={"num_steps": 6}, checkpoint=checkpoint)
+    run = run_context(tiny_data, tmp_path)
+    losses, _ = ranks.run(run_steps, 8, config, run, None)[0]
+    other = tiny_config(
+        tp=2,
+        num_microbatches=8,
+        zero=0,
+        training={"num_steps": 6},
+        checkpoint=checkpoint | {"resume": str(tmp_path)},
+    )
+    for leftover in (tmp_path / "checkpoints").glob("step-00000006"):
+        leftover.rename(tmp_path / "set-aside")
+    after, _ = ranks.run(run_steps, 2, other, run, None)[0]
+    assert after == pytest.approx(losses[3:], rel=1e-5)
+
+
+def test_resuming_with_other_data_is_refused(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
+) -> None:
+    config = tiny_config(training={"num_steps": 2}, checkpoint={"enabled": True})
+    run = run_context(tiny_data, tmp_path)
+    ranks.run(run_steps, 1, config, run, None)
+    resumed = replace(config, checkpoint=replace(config.checkpoint, resume=str(tmp_path)))
+    for changed, key in (
+        (replace(resumed, seed=1), "seed"),
+        (replace(resumed, schedule=replace(resumed.schedule, num_microbatches=8)), "global_batch_size"),
+    ):
+        with pytest.raises(AssertionError, match=f"its {key} is"):
+            ranks.run(run_steps, 1, changed, run, None)
+
+
+def test_bf16_follows_fp32(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for precision in ("fp32", "bf16"):
+        config = tiny_config(
+            pp=2,
+            dp=2,
+            schedule="dualpipe",
+            zero=3,
+            precision={"compute": precision},
+            training={"num_steps": 20},
+        )
+        losses[precision], _ = ranks.run(run_steps, 4, config, run_context(tiny_data, tmp_path), None)[0]
+    assert losses["fp32"][-1] < losses["fp32"][0] - 0.3
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
+    assert losses["bf16"] != losses["fp32"]
+
+
+def test_records_add_up(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path) -> None:
+    records = ranks.run(
+        records_of_two_steps,
+        4,
+        tiny_config(pp=2, tp=2, schedule="dualpipe", zero=3),
+        run_context(tiny_data, tmp_path),
+    )[0]
+    for record in records:
+        values = json.loads(record)
+        makespans = [busy + idle for busy, idle in zip(values["busy_s"], values["idle_s"], strict=True)]
+        assert makespans == pytest.approx([makespans[0]] * 2)
+        assert makespans[0] <= values["step_s"]
+        bubble = sum(values["idle_s"]) / sum(makespans)
+        assert values["bubble_measured"] == pytest.approx(bubble)
+        assert values["num_tokens"] == 4 * 16
+        # Each of 4 micro-batches crosses once either way: [1, 16 / 2, 32] fp32, on each of 2 tensor ranks;
+        # and each of 2 directions has a header of 64 numbers on each.
+        assert values["bytes_by_axis"]["pipeline"] == 2 * 4 * 2 * (8 * 32 * 4) + 2 * 2 * 64 * 8
+        assert values["bytes_by_axis"]["tensor"] > 0
+        assert values["bytes_by_axis"]["data"] > 0
+        assert values["peak_live_activations"] == [3, 3]
+        assert values["mfu"] is None
+
+
+def records_of_two_steps(config: TrainConfig, run: RunContext) -> list[str]:
+    assembly = build(
+        replace(config, training=replace(config.training, num_steps=2)), run.data, torch.device("cpu")
+    )
+    return [record.to_json() for record in train(assembly, 0)]
+
+
+def test_validation_loss_is_that_of_the_held_out_text(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
+) -> None:
+    """The same in every layout, and not the training loss."""
+    losses = [
+        ranks.run(validation_loss, config.parallel.world_size, config, run_context(tiny_data, tmp_path))[0]
+        for config in (tiny_config(num_microbatches=8), tiny_config(pp=2, dp=2, schedule="dualpipe", zero=3))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def validation_loss(config: TrainConfig, run: RunContext) -> float:
+    loss = evaluate(build(config, run.data, torch.device("cpu")))
+    assert loss is not None
+    return loss

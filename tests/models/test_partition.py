@@ -1,0 +1,87 @@
+"""Cuts against every cut there is, and against published layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations, pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.config import ModelConfig
+from models.partition import StageSlice, balanced_cuts, partition
+
+SHAPES = Path(__file__).parents[2] / "conf" / "model"
+
+
+def runs(costs: list[int], bounds: list[int]) -> list[int]:
+    return [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
+def test_cuts_are_the_best_of_all(costs: list[int], data: st.DataObject) -> None:
+    num_parts = data.draw(st.integers(1, len(costs)))
+    bounds = balanced_cuts(costs, num_parts)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(costs)
+    assert all(start < stop for start, stop in pairwise(bounds))
+    assert len(bounds) == num_parts + 1
+
+    def value(bounds: list[int]) -> tuple[int, int]:
+        found = runs(costs, bounds)
+        return max(found), sum(run * run for run in found)
+
+    candidates = [[0, *inner, len(costs)] for inner in combinations(range(1, len(costs)), num_parts - 1)]
+    assert value(bounds) == min(map(value, candidates))
+
+
+def check_cover(slices: tuple[StageSlice, ...], num_layers: int) -> None:
+    assert list(chain.from_iterable(part.layers for part in slices)) == list(range(num_layers))
+    assert [part.first for part in slices] == [True] + [False] * (len(slices) - 1)
+    assert [part.last for part in slices] == [False] * (len(slices) - 1) + [True]
+    assert all(len(part.layers) or part.first or part.last for part in slices)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 8])
+@pytest.mark.parametrize("vocab_size", [8, 4096, 100_000])
+def test_every_layer_once_and_no_stage_empty(num_layers: int, vocab_size: int) -> None:
+    config = ModelConfig(num_layers=num_layers)
+    for num_stages in range(1, num_layers + 3):
+        slices = partition(config, num_stages, seq_length=128, vocab_size=vocab_size)
+        assert len(slices) == num_stages
+        check_cover(slices, num_layers)
+
+
+def test_one_stage_is_the_whole_model() -> None:
+    slices = partition(ModelConfig(), 1, seq_length=128, vocab_size=100)
+    assert slices == (StageSlice(layers=range(4), first=True, last=True),)
+
+
+def test_llama3_405b_over_16_stages_is_cut_as_published() -> None:
+    """Llama 3 (arXiv 2407.21783, section 3.3.2): one layer less on the first and on the last stage."""
+    config = ModelConfig(**yaml.safe_load((SHAPES / "llama3_405b.yaml").read_text()))
+    slices = partition(config, 16, seq_length=8192, vocab_size=128256)
+    assert [len(part.layers) for part in slices] == [7, *[8] * 14, 7]
+
+
+def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
+    config = ModelConfig(num_layers=8)
+    light = partition(config, 2, seq_length=256, vocab_size=16)
+    heavy = partition(config, 2, seq_length=256, vocab_size=4096)
+    alone = partition(config, 2, seq_length=256, vocab_size=60_000)
+    assert len(light[1].layers) == 4
+    assert 0 < len(heavy[1].layers) < 4
+    assert len(alone[1].layers) == 0
+    assert alone[1].last
+
+
+@pytest.mark.parametrize("num_stages", [0, 7])
+def test_too_many_stages_are_refused(num_stages: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^{num_stages} pipeline stages: model.num_layers=4.*1 to 6.*use fewer"
+    ):
+        partition(replace(ModelConfig(), num_layers=4), num_stages, seq_length=128, vocab_size=64)

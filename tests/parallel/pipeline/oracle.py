@@ -1,0 +1,208 @@
+"""An executable model of the ranks, written apart from the verifier: it runs a schedule and sees what happens.
+
+It shares no rule with parallel/pipeline/dependencies.py. Ranks hold named tensors; a compute action that misses
+one, or makes one twice, fails; messages of a channel match first with first, and a mismatch fails; collectives of
+the holders of a stage match likewise; in `blocking` mode a send rests until its receive is posted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from parallel.pipeline.action import Action, Kind, Schedule
+
+
+class Broken(Exception):
+    """The schedule did something impossible, or came to rest before its end."""
+
+
+def survives(schedule: Schedule) -> bool:
+    """Whether every rank reaches its end, with everything computed once, under both transports."""
+    try:
+        for blocking in (False, True):
+            _Machine(schedule, blocking).run()
+    except Broken:
+        return False
+    return True
+
+
+class _Machine:
+    def __init__(self, schedule: Schedule, blocking: bool) -> None:
+        self.schedule, self.blocking = schedule, blocking
+        self.at = [0] * schedule.num_ranks
+        self.tensors: list[set[tuple[str, int, int]]] = [set() for _ in schedule.actions]
+        self.gradients: dict[tuple[int, int], set[int]] = defaultdict(set)  # (rank, stage) -> micro-batches
+        self.posted: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+        self.issued: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+        self.whole: list[set[int]] = [set() for _ in schedule.actions]
+        self.reduced: set[tuple[int, int]] = set()
+        self.joined: dict[tuple[tuple[int, ...], int], list[Action]] = defaultdict(list)
+        self.entered: set[int] = set()
+        kinds = {action.kind for actions in schedule.actions for action in actions}
+        self.communicates = bool(kinds - {Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
+        self.shards = bool(kinds & {Kind.UNSHARD, Kind.RESHARD})
+
+    def run(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in enumerate(self.schedule.actions):
+                while self.at[rank] < len(actions) and self._step(rank, actions[self.at[rank]]):
+                    self.at[rank] += 1
+                    self.entered.discard(rank)
+                    moved = True
+        self._check_end()
+
+    def _home(self, stage: int, microbatch: int) -> int:
+        placement, total = self.schedule.placement, self.schedule.num_microbatches
+        if not (0 <= stage < self.schedule.num_stages and 0 <= microbatch < total):
+            raise Broken
+        return placement[0 if len(placement) == 1 or microbatch < total // 2 else 1][stage]
+
+    def _step(self, rank: int, action: Action) -> bool:
+        """Do it, or return False to wait."""
+        match action.kind:
+            case Kind.OVERLAP_F_B:
+                ready = all(self._ready(rank, part) for part in action.parts)
+                if ready:
+                    for part in action.parts:
+                        self._compute(rank, part)
+                return ready
+            case Kind.F | Kind.B | Kind.I | Kind.W:
+                ready = self._ready(rank, action)
+                if ready:
+                    self._compute(rank, action)
+                return ready
+            case Kind.SEND_F | Kind.SEND_B:
+                return self._send(rank, action)
+            case Kind.RECV_F | Kind.RECV_B:
+                self._receive(rank, action)
+                return True
+            case Kind.UNSHARD | Kind.REDUCE_GRAD:
+                return self._collective(rank, action)
+            case Kind.RESHARD:
+                if action.stage not in self.whole[rank]:
+                    raise Broken
+                self.whole[rank].remove(action.stage)
+                return True
+            case _:
+                raise Broken
+
+    def _ready(self, rank: int, action: Action) -> bool:
+        stage, microbatch = action.stage, action.microbatch
+        if self._home(stage, microbatch) != rank:
+            raise Broken
+        if self.shards and action.kind is not Kind.W and stage not in self.whole[rank]:
+            raise Broken
+        wanted: list[tuple[str, int, int]] = []
+        if action.kind is Kind.F and stage > 0:
+            wanted = [("y", stage - 1, microbatch)]
+        elif action.kind in (Kind.B, Kind.I):
+            wanted = [("y", stage, microbatch)]
+            if stage < self.schedule.num_stages - 1:
+                wanted.append(("dx", stage + 1, microbatch))
+        elif action.kind is Kind.W:
+            wanted = [("dx", stage, microbatch)]
+        return all(self._holds(rank, tensor) for tensor in wanted)
+
+    def _holds(self, rank: int, tensor: tuple[str, int, int]) -> bool:
+        if tensor in self.tensors[rank]:
+            return True
+        maker = self._home(tensor[1], tensor[2])
+        if maker == rank:
+            return False
+        if not self.communicates:
+            return tensor in self.tensors[maker]
+        channel = (maker, rank)
+        posted, issued = self.posted[channel], self.issued[channel]
+        return tensor in posted and tensor in issued
+
+    def _compute(self, rank: int, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        made = {Kind.F: ["y"], Kind.I: ["dx"], Kind.B: ["dx"], Kind.W: []}[action.kind]
+        for what in made:
+            if (what, stage, microbatch) in self.tensors[rank]:
+                raise Broken
+            self.tensors[rank].add((what, stage, microbatch))
+        if action.kind in (Kind.B, Kind.W):
+            if microbatch in self.gradients[rank, stage] or (rank, stage) in self.reduced:
+                raise Broken
+            self.gradients[rank, stage].add(microbatch)
+
+    def _send(self, rank: int, action: Action) -> bool:
+        forward = action.kind is Kind.SEND_F
+        target = action.stage + (1 if forward else -1)
+        if not 0 <= target < self.schedule.num_stages or self._home(action.stage, action.microbatch) != rank:
+            raise Broken
+        tensor = ("y" if forward else "dx", action.stage, action.microbatch)
+        peer = self._home(target, action.microbatch)
+        if peer == rank:
+            raise Broken
+        if tensor not in self.tensors[rank]:
+            return False
+        issued, posted = self.issued[rank, peer], self.posted[rank, peer]
+        if rank not in self.entered:
+            self.entered.add(rank)
+            issued.append(tensor)
+            self._match(issued, posted)
+        return not self.blocking or len(posted) >= len(issued)
+
+    def _receive(self, rank: int, action: Action) -> None:
+        forward = action.kind is Kind.RECV_F
+        source = action.stage - (1 if forward else -1)
+        if not 0 <= source < self.schedule.num_stages or self._home(action.stage, action.microbatch) != rank:
+            raise Broken
+        peer = self._home(source, action.microbatch)
+        if peer == rank:
+            raise Broken
+        self.posted[peer, rank].append(("y" if forward else "dx", source, action.microbatch))
+        self._match(self.issued[peer, rank], self.posted[peer, rank])
+
+    @staticmethod
+    def _match(issued: list[tuple[str, int, int]], posted: list[tuple[str, int, int]]) -> None:
+        last = min(len(issued), len(posted)) - 1
+        if last >= 0 and issued[last] != posted[last]:
+            raise Broken
+
+    def _collective(self, rank: int, action: Action) -> bool:
+        holders = tuple(sorted({ranks[action.stage] for ranks in self.schedule.placement}))
+        if rank not in holders:
+            raise Broken
+        mine = self.joined[holders, rank]
+        if rank not in self.entered:
+            self.entered.add(rank)
+            mine.append(action)
+        for other in holders:
+            theirs = self.joined[holders, other]
+            if len(theirs) < len(mine):
+                return False
+            if theirs[len(mine) - 1] != action:
+                raise Broken
+        if action.kind is Kind.UNSHARD:
+            if action.stage in self.whole[rank]:
+                raise Broken
+            self.whole[rank].add(action.stage)
+        else:
+            if (rank, action.stage) in self.reduced:
+                raise Broken
+            self.reduced.add((rank, action.stage))
+        return True
+
+    def _check_end(self) -> None:
+        schedule = self.schedule
+        if any(at < len(actions) for at, actions in zip(self.at, schedule.actions, strict=True)):
+            raise Broken
+        for stage in range(schedule.num_stages):
+            for microbatch in range(schedule.num_microbatches):
+                rank = self._home(stage, microbatch)
+                if not {("y", stage, microbatch), ("dx", stage, microbatch)} <= self.tensors[rank]:
+                    raise Broken
+                if microbatch not in self.gradients[rank, stage]:
+                    raise Broken
+                if self.communicates and (rank, stage) not in self.reduced:
+                    raise Broken
+        if any(self.whole):
+            raise Broken
+        for channel in self.issued.keys() | self.posted.keys():
+            if self.issued[channel] != self.posted[channel]:
+                raise Broken

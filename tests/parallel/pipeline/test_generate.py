@@ -1,0 +1,133 @@
+"""Generators against torch's own orders, a list written by hand, and the golden files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+
+from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.generate import GENERATORS, generate
+from parallel.pipeline.passes import lower
+from parallel.pipeline.text import from_csv, to_csv
+from parallel.pipeline.verify import verify
+from tests.parallel.pipeline.oracle import survives
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN_SIZES = [
+    (name, p, 2 * p if name == "dualpipe" else p) for name in ("gpipe", "1f1b", "dualpipe") for p in (2, 4, 8)
+]
+
+
+def fitting_sizes() -> st.SearchStrategy[tuple[str, int, int]]:
+    """(name, ranks, micro-batches) that each generator accepts."""
+    free = st.tuples(st.sampled_from(["naive", "gpipe", "1f1b"]), st.integers(1, 7), st.integers(1, 12))
+    dual = st.tuples(st.integers(1, 5), st.integers(0, 6)).map(
+        lambda sizes: ("dualpipe", 2 * sizes[0], 4 * sizes[0] + 2 * sizes[1])
+    )
+    return free | dual
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "num_microbatches"), GOLDEN_SIZES)
+def test_golden_files(name: str, num_ranks: int, num_microbatches: int) -> None:
+    schedule = generate(name, num_ranks, num_microbatches)
+    stem = f"{name}_p{num_ranks}_m{num_microbatches}"
+    assert to_csv(schedule, compute_only=True) == (GOLDEN / f"{stem}.csv").read_text()
+    lowered = lower(schedule, zero_stage=3, reshard_after="use")
+    assert to_csv(lowered, compute_only=False) == (GOLDEN / f"{stem}.executable.csv").read_text()
+
+
+@pytest.mark.parametrize(("name", "torch_class"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 4), (4, 9), (8, 20)])
+def test_the_order_is_torchs(name: str, torch_class: Any, num_ranks: int, num_microbatches: int) -> None:
+    sizes = SimpleNamespace(_num_stages=num_ranks, _n_microbatches=num_microbatches)
+    order = torch_class._get_pipeline_order(sizes)
+    expected = [
+        [str(action) for action in order[rank] if action is not None and action.is_compute_op]
+        for rank in range(num_ranks)
+    ]
+    if name == "1f1b":
+        # torch 2.13 numbers the last rank's forwards from 1 (its order is used for printing only).
+        assert expected[-1][0] == f"{num_ranks - 1}F1"
+        expected[-1] = [f"{num_ranks - 1}{kind}{index}" for index in range(num_microbatches) for kind in "FB"]
+    schedule = generate(name, num_ranks, num_microbatches)
+    assert [[str(action) for action in actions] for actions in schedule.actions] == expected
+
+
+def test_dualpipe_of_two_ranks_by_hand() -> None:
+    text = (
+        "0F0,1F2,0F1,1B2,(1F3;0B0)OVERLAP_F_B,1B3,0I1,0W1\n0F2,1F0,0F3,1B0,(1F1;0B2)OVERLAP_F_B,1B1,0I3,0W3\n"
+    )
+    assert to_csv(generate("dualpipe", 2, 4), compute_only=True) == text
+
+
+def test_dualpipe_of_eight_ranks_as_published() -> None:
+    """Device 0 of the schedule figure for 8 ranks and 20 micro-batches (arXiv 2412.19437, figure 5)."""
+    rank_0 = generate("dualpipe", 8, 20).actions[0]
+    forwards = [leaf.microbatch for action in rank_0 for leaf in action.leaves if leaf.kind is Kind.F]
+    assert forwards == [0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 7, 14, 8, 15, 9, 16, 17, 18, 19]
+    assert sum(action.kind is Kind.OVERLAP_F_B for action in rank_0) == 8
+
+
+@given(sizes=fitting_sizes())
+@settings(max_examples=60, deadline=None)
+def test_every_size_runs(sizes: tuple[str, int, int]) -> None:
+    schedule = generate(*sizes)
+    assert verify(schedule).executable is False
+    assert survives(schedule)
+    report = verify(lower(schedule, zero_stage=3))
+    name, num_ranks, num_microbatches = sizes
+    bound = {
+        "naive": lambda rank: 1,
+        "gpipe": lambda rank: num_microbatches,
+        "1f1b": lambda rank: min(num_ranks - rank, num_microbatches),
+        "dualpipe": lambda rank: num_ranks + 1,
+    }[name]
+    assert report.peak_activations == tuple(bound(rank) for rank in range(num_ranks))
+
+
+@given(half=st.integers(1, 5), extra=st.integers(0, 4))
+@settings(max_examples=25, deadline=None)
+def test_mirror_ranks_run_one_sequence(half: int, extra: int) -> None:
+    schedule = lower(generate("dualpipe", 2 * half, 4 * half + 2 * extra), zero_stage=3)
+
+    def shape(action: Action) -> tuple[Any, ...]:
+        return tuple((leaf.kind, leaf.stage) for leaf in action.leaves)
+
+    for rank, actions in enumerate(schedule.actions):
+        mirror = schedule.actions[2 * half - 1 - rank]
+        assert list(map(shape, actions)) == list(map(shape, mirror))
+        assert schedule.stages_of(rank) == (rank, 2 * half - 1 - rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_microbatches", "key", "remedy"),
+    [
+        ("dualpipe", 1, 4, "parallel.pipeline_parallel_size=1", "schedule=1f1b"),
+        ("dualpipe", 3, 12, "parallel.pipeline_parallel_size=3", "even number"),
+        ("dualpipe", 4, 9, "schedule.num_microbatches=9", "schedule.num_microbatches=10"),
+        ("dualpipe", 4, 6, "schedule.num_microbatches=6", "schedule.num_microbatches=8"),
+        ("1f1b", 0, 4, "parallel.pipeline_parallel_size=0", "1 or more"),
+        ("gpipe", 2, 0, "schedule.num_microbatches=0", "1 or more"),
+        ("pipedream", 2, 4, "schedule.name=pipedream", "dualpipe"),
+    ],
+)
+def test_sizes_that_do_not_fit(
+    name: str, num_ranks: int, num_microbatches: int, key: str, remedy: str
+) -> None:
+    with pytest.raises(ValueError, match=key) as error:
+        generate(name, num_ranks, num_microbatches)
+    assert remedy in str(error.value)
+
+
+def test_generators_know_whether_they_mirror() -> None:
+    for name, generator in GENERATORS.items():
+        schedule: Schedule = generator.generate(4, 8)
+        assert schedule.name == name
+        assert generator.mirrored == any(len(schedule.replicas_of(stage)) > 1 for stage in range(4))
+        assert from_csv(to_csv(schedule, compute_only=True), name=name) == schedule
