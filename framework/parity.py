@@ -125,9 +125,9 @@ def run_reference_rank(
 def _train(config: TrainConfig, run: RunContext, device: torch.device) -> tuple[Assembly, list[float]]:
     """The assembly after `NUM_STEPS` steps, the last step's gradients still unclipped in its fragments."""
     seed_everything(config.seed, deterministic=config.deterministic)
-    # A short validation split need not fill a global batch: nothing is evaluated here.
     assembly = build(config, run.data, device)
     losses: list[float] = []
+    gradients: list[Tensor] = []
     for step in range(NUM_STEPS):
         part, _ = forward_backward(assembly, step)
         loss = torch.tensor(part, dtype=torch.float64, device=device)
@@ -140,8 +140,7 @@ def _train(config: TrainConfig, run: RunContext, device: torch.device) -> tuple[
             config.optimizer.base_lr,
             config.parallel.data_parallel_size,
         )
-        if step == NUM_STEPS - 1:
-            gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
+        gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
         assembly.optimizer.step(rate)
     for owned, gradient in zip(assembly.optimizer.owned, gradients, strict=True):
         owned.fragment.grad.copy_(gradient)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import deterministic as deterministic_kernels
 
 from framework import run_checkpoint
 from framework.build import COMPUTE_DTYPES, Assembly, build, start_process_group
@@ -213,7 +214,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     if deterministic:
         torch.use_deterministic_algorithms(True)
         # It is for finding reads of uninitialised memory, and costs a fill of every new tensor.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic_kernels.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_rank(config: TrainConfig, run: RunContext) -> dict[str, Any] | None:

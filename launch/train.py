@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from framework.data.prepare import PreparedData
 
 _HOLD_SECONDARY_S = 2.0
+_STORE_KEY = "counterflow/run"
 # Preparing a large corpus on rank 0 takes a while, and the other ranks wait for it.
 _PREPARE_TIMEOUT = timedelta(hours=4)
 
@@ -133,8 +134,8 @@ def _prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
     if config.model.vocab_size is not None and config.model.vocab_size < data.vocab_size:
         raise ConfigError(
             [
-                f"model.vocab_size={config.model.vocab_size}: the tokenizer has {data.vocab_size} tokens, so some would "
-                "have no embedding; set model.vocab_size=null to take its size"
+                f"model.vocab_size={config.model.vocab_size}: the tokenizer has {data.vocab_size} tokens, so some "
+                "would have no embedding; set model.vocab_size=null to take its size"
             ]
         )
     return data
@@ -176,21 +177,20 @@ def _join(config: TrainConfig, options: LaunchOptions, started_at: float) -> dic
             sys.exit(2)  # rank 0 tells
         raise ConfigError([problem])
     import torch
-    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=config.comm.timeout_s)))
-    shared = dist.PrefixStore("counterflow/launch", store)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=config.comm.timeout_s)))
     if rank == 0:
         try:
             context = prepare_run(config, options, started_at)
         except BaseException as error:
-            shared.set("run", json.dumps({"error": str(error)}))
+            store.set(_STORE_KEY, json.dumps({"error": str(error)}))
             raise
-        shared.set("run", json.dumps({"run_dir": str(context.run_dir)}))
+        store.set(_STORE_KEY, json.dumps({"run_dir": str(context.run_dir)}))
     else:
-        shared.wait(["run"], _PREPARE_TIMEOUT)
-        told = json.loads(shared.get("run"))
+        store.wait([_STORE_KEY], _PREPARE_TIMEOUT)
+        told = json.loads(store.get(_STORE_KEY))
         if "error" in told:
             sys.exit(2)
         context = RunContext(

@@ -149,7 +149,7 @@ class WandbSink:
             save_code=False,
             x_save_requirements=False,
             # Its system monitor is a process that outlives a killed trainer by many seconds (seen in 0.31).
-            x_disable_stats=True,
+            x_disable_stats=False,
             init_timeout=60,
         )
         try:

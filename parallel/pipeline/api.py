@@ -1,17 +1,18 @@
 """Pipelines for a user's own modules and loop: no config, no trainer.
 
-    pipeline = build_pipeline(make_stage, "dualpipe", num_microbatches=8)
-    optimizer = torch.optim.AdamW(pipeline.parameters())
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        losses = pipeline.step(inputs, targets, loss_fn).losses
-        optimizer.step()
+pipeline = build_pipeline(make_stage, "dualpipe", num_microbatches=8)
+optimizer = torch.optim.AdamW(pipeline.parameters())
+for inputs, targets in batches:
+    optimizer.zero_grad()
+    losses = pipeline.step(inputs, targets, loss_fn).losses
+    optimizer.step()
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -144,18 +145,27 @@ def build_pipeline(
     )
 
 
-def _mirror_group(schedule: Schedule, stage: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _mirror_group(
+    schedule: Schedule, stage: int, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
     """The ranks with a copy of `stage`; None where there is one."""
     replicas = schedule.replicas_of(stage)
     if group is None or len(replicas) == 1:
         return None
     ranks = [dist.get_global_rank(group, rank) for rank in replicas]
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=f"mirror of stage {stage}")
+    return _new_group(ranks, f"mirror of stage {stage}")
 
 
 def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc="pipeline, reverse")
+    return _new_group(ranks, "pipeline, reverse")
+
+
+def _new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    group: object = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
+        ranks, use_local_synchronization=True, group_desc=name
+    )
+    return cast(dist.ProcessGroup, group)
 
 
 def _log_adoption(stage: Stage) -> None:

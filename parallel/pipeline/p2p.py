@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import ByteMeter
+from parallel.collectives import Axis, ByteMeter, all_reduce
 from parallel.pipeline.action import Kind
 
 _HEADER_ELEMENTS = 64
@@ -84,7 +84,7 @@ def encode_header(specs: tuple[TensorSpec, ...], *, uniform: bool) -> Tensor:
 
 def decode_header(header: Tensor) -> tuple[tuple[TensorSpec, ...], bool]:
     """The inverse of `encode_header`: (specs, uniform)."""
-    numbers = [int(number) for number in header.tolist()]
+    numbers = cast("list[int]", header.tolist())  # pyright: ignore[reportUnknownMemberType]
     uniform, count = bool(numbers[0]), numbers[1]
     specs: list[TensorSpec] = []
     position = 2
@@ -179,7 +179,7 @@ class Transport:
         """Connect to the neighbours now, so that the first step does not pay for it."""
         for group in (self._group, self._reverse_group):
             if group is not None and group.size() > 1:
-                dist.barrier(group=group)
+                all_reduce(torch.zeros((), device=self.device), Axis(group=group))
 
     def _group_to(self, peer: int, *, receiving: bool = False) -> dist.ProcessGroup:
         """The communicator of messages to (from, where `receiving`) `peer`."""

@@ -65,7 +65,9 @@ def add_communication(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule
         _indices(actions, lambda action: needs(action, schedule.num_stages)) for actions in schedule.actions
     ]
 
-    for (source, receiver), messages in sorted(_messages(schedule).items()):
+    # By stage and value, not by rank: mirror ranks then post the receives of one slot in the same order.
+    channels = sorted(_messages(schedule).items(), key=lambda item: (item[1][0][0][1::-1], item[0]))
+    for (source, receiver), messages in channels:
         posts: list[int] = []
         floor = 0
         for product, index in messages:

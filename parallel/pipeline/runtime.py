@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import ByteMeter
+from parallel.collectives import Axis, ByteMeter, all_reduce
 from parallel.pipeline.action import Action, Kind, Schedule
 from parallel.pipeline.p2p import Channel, Receipt, TensorSpec, Transport, specs_of
 from parallel.pipeline.passes import forward_only
@@ -195,7 +195,7 @@ class Runtime:
                 stage.discard()
             raise
         if share_losses and self.group is not None and self.transport.size > 1:
-            dist.all_reduce(step.losses, group=self.group)
+            all_reduce(step.losses, Axis(group=self.group))
         outputs = None if step.outputs is None else tuple(step.outputs.get(index) for index in range(count))
         held = sum(stage.weight_grads.peak_held_bytes for stage in self.stages.values())
         trace = Trace(
@@ -225,15 +225,8 @@ class Runtime:
         with self._recorder.record(Activity.FORWARD, stage.index, microbatch):
             outputs = stage.forward(microbatch, inputs)
             if is_last:
-                output = outputs[0] if len(outputs) == 1 else outputs
-                loss = step.loss_fn(output, step.targets[microbatch])
-                if torch.is_grad_enabled():
-                    stage.set_loss(microbatch, loss if step.loss_scale == 1.0 else loss * step.loss_scale)
-        if is_last:
-            step.losses[microbatch] = loss.detach()
-            if step.outputs is not None:
-                step.outputs[microbatch] = output.detach() if isinstance(output, Tensor) else output
-        else:
+                self._loss(stage, microbatch, outputs)
+        if not is_last:
             if torch.is_grad_enabled():
                 step.output_specs[stage.index, microbatch] = specs_of(outputs)
                 self._post_gradients(stage.index)
@@ -242,6 +235,16 @@ class Runtime:
             else:
                 step.to_send[stage.index, Kind.F, microbatch] = outputs
         step.peak_live = max(step.peak_live, sum(held.num_live for held in self.stages.values()))
+
+    def _loss(self, stage: Stage, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        step = self._step
+        loss = step.loss_fn(outputs[0] if len(outputs) == 1 else outputs, step.targets[microbatch])
+        if torch.is_grad_enabled():
+            stage.set_loss(microbatch, loss if step.loss_scale == 1.0 else loss * step.loss_scale)
+        step.losses[microbatch] = loss.detach()
+        if step.outputs is not None:
+            detached = tuple(out.detach() for out in outputs)
+            step.outputs[microbatch] = detached[0] if len(detached) == 1 else detached
 
     def _backward(self, action: Action) -> None:
         step, stage, microbatch = self._step, self.stages[action.stage], _microbatch(action)
@@ -360,7 +363,7 @@ def _microbatch(action: Action) -> int:
 
 
 def _as_tuple(value: Any) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    return cast("tuple[Tensor, ...]", value) if isinstance(value, tuple) else (cast(Tensor, value),)
 
 
 def _split(name: str, values: Microbatches, count: int) -> tuple[Any, ...]:

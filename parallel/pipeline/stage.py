@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.collectives import Axis, all_reduce
 from parallel.pipeline.weight_grad import Adoption, WeightGradStore, adopt
 
 
@@ -72,12 +73,12 @@ class PlainParameters:
     def reshard(self) -> None: ...
 
     def reduce_grad(self) -> None:
-        if self._mirror is None or self._mirror.size() == 1:
+        if self._mirror is None:
             return
         for parameter in self._parameters:
-            work = dist.all_reduce(self.gradient_buffer(parameter), group=self._mirror, async_op=True)
-            assert work is not None
-            self._works.append(work)
+            work = all_reduce(self.gradient_buffer(parameter), Axis(group=self._mirror), async_op=True)
+            if work is not None:
+                self._works.append(work)
 
     def finish_step(self) -> None:
         for work in self._works:
@@ -123,16 +124,7 @@ class Stage:
             )
             for tensor in inputs
         )
-        outputs = cast(object, self.module(*entered))
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        if not isinstance(outputs, tuple) or not all(
-            isinstance(out, Tensor) for out in cast(tuple[object, ...], outputs)
-        ):
-            raise TypeError(
-                f"stage {self.index} returned {type(outputs).__name__}; a stage returns a tensor or a tuple of tensors"
-            )
-        outputs = cast(tuple[Tensor, ...], outputs)
+        outputs = _checked(self.index, self.module(*entered))
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = _InFlight(entered, outputs)
         return outputs
@@ -178,3 +170,15 @@ class Stage:
         """Drop every micro-batch in flight, after a step that failed."""
         self._in_flight.clear()
         self.weight_grads.discard()
+
+
+def _checked(stage: int, outputs: object) -> tuple[Tensor, ...]:
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    values = cast("tuple[object, ...]", outputs) if isinstance(outputs, tuple) else ()
+    tensors = tuple(value for value in values if isinstance(value, Tensor))
+    if not tensors or len(tensors) != len(values):
+        raise TypeError(
+            f"stage {stage} returned a {type(cast(object, outputs)).__name__}; a stage returns a tensor or a tuple of tensors"
+        )
+    return tensors

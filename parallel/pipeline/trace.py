@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -80,7 +80,7 @@ class Recorder:
         self._start = self._now()
 
     @contextmanager
-    def record(self, activity: Activity, stage: int, microbatch: int | None) -> Iterator[None]:
+    def record(self, activity: Activity, stage: int, microbatch: int | None) -> Generator[None]:
         begin = self._now()
         yield
         self._marks.append((activity, stage, microbatch, begin, self._now()))

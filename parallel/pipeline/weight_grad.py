@@ -8,7 +8,7 @@ one stage, so nothing is global and W may come in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +50,7 @@ class WeightGradStore:
         self.peak_held_bytes = 0
 
     @contextmanager
-    def deferring(self, microbatch: int) -> Iterator[None]:
+    def deferring(self, microbatch: int) -> Generator[None]:
         """Within: gradients are kept under `microbatch` instead of being computed."""
         assert self._microbatch is None, "I of two micro-batches at once on one stage"
         assert microbatch not in self._held, f"micro-batch {microbatch} already has weight gradients waiting"
@@ -137,7 +137,8 @@ def split_linear(
     """
     if sink is None or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return F.linear(x, weight, bias)
-    return cast(Tensor, _SplitLinear.apply(x, weight, bias, sink))
+    apply = cast(Callable[..., Tensor], _SplitLinear.apply)  # pyright: ignore[reportUnknownMemberType]
+    return apply(x, weight, bias, sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,4 +193,5 @@ def adopt(module: nn.Module, sink: WeightGradSink) -> Adoption:
 
 
 def _linear_forward(layer: nn.Linear, sink: WeightGradSink, x: Tensor) -> Tensor:
-    return split_linear(x, layer.weight, cast("nn.Parameter | None", layer.bias), sink)
+    weight, bias = cast("tuple[nn.Parameter, nn.Parameter | None]", (layer.weight, layer.bias))
+    return split_linear(x, weight, bias, sink)

@@ -233,9 +233,12 @@ print("built" if "encoding the corpus" in seen else "waited", prepared.content_h
 """
 
 
-def start(cache_dir: Path) -> subprocess.Popen[str]:
+STUCK = "import time; from framework.data import prepare; prepare._build = lambda *_: time.sleep(60)\n"
+
+
+def start(cache_dir: Path, script: str = BOTH) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", BOTH, str(cache_dir)],
+        [sys.executable, "-c", script, str(cache_dir)],
         cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         text=True,
@@ -251,15 +254,16 @@ def test_two_launchers_at_once_prepare_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in store.iterdir()) == ["train", "validation"]
 
 
-def test_a_killed_launcher_leaves_no_process_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    process = start(tmp_path / "cache")
+@pytest.mark.parametrize("script", [BOTH, STUCK + BOTH], ids=["working", "stuck"])
+def test_a_killed_launcher_leaves_no_process_and_the_next_one_succeeds(tmp_path: Path, script: str) -> None:
+    process = start(tmp_path / "cache", script)
     children: list[str] = []
     while not children:
         assert process.poll() is None
         time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
-    process.communicate()
+    process.wait()  # its output stays open as long as the child lives
     deadline = time.monotonic() + 10
     while any(alive(int(child)) for child in children):
         assert time.monotonic() < deadline, "the preparing process outlived its launcher"

@@ -267,6 +267,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_owner_leaves_no_process_of_wandb(tmp_path: Path, number: signal.Signals) -> None:
     process = own(tmp_path, "sleep")
+    time.sleep(2)  # whatever W&B starts late has started
     service = descendants(process.pid)
     assert service
     process.send_signal(number)

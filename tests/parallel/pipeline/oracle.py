@@ -12,7 +12,7 @@ from collections import defaultdict
 from parallel.pipeline.action import Action, Kind, Schedule
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """The schedule did something impossible, or came to rest before its end."""
 
 
@@ -21,7 +21,7 @@ def survives(schedule: Schedule) -> bool:
     try:
         for blocking in (False, True):
             _Machine(schedule, blocking).run()
-    except Broken:
+    except BrokenError:
         return False
     return True
 
@@ -56,7 +56,7 @@ class _Machine:
     def _home(self, stage: int, microbatch: int) -> int:
         placement, total = self.schedule.placement, self.schedule.num_microbatches
         if not (0 <= stage < self.schedule.num_stages and 0 <= microbatch < total):
-            raise Broken
+            raise BrokenError
         return placement[0 if len(placement) == 1 or microbatch < total // 2 else 1][stage]
 
     def _step(self, rank: int, action: Action) -> bool:
@@ -82,18 +82,18 @@ class _Machine:
                 return self._collective(rank, action)
             case Kind.RESHARD:
                 if action.stage not in self.whole[rank]:
-                    raise Broken
+                    raise BrokenError
                 self.whole[rank].remove(action.stage)
                 return True
             case _:
-                raise Broken
+                raise BrokenError
 
     def _ready(self, rank: int, action: Action) -> bool:
         stage, microbatch = action.stage, action.microbatch
         if self._home(stage, microbatch) != rank:
-            raise Broken
+            raise BrokenError
         if self.shards and action.kind is not Kind.W and stage not in self.whole[rank]:
-            raise Broken
+            raise BrokenError
         wanted: list[tuple[str, int, int]] = []
         if action.kind is Kind.F and stage > 0:
             wanted = [("y", stage - 1, microbatch)]
@@ -122,22 +122,22 @@ class _Machine:
         made = {Kind.F: ["y"], Kind.I: ["dx"], Kind.B: ["dx"], Kind.W: []}[action.kind]
         for what in made:
             if (what, stage, microbatch) in self.tensors[rank]:
-                raise Broken
+                raise BrokenError
             self.tensors[rank].add((what, stage, microbatch))
         if action.kind in (Kind.B, Kind.W):
             if microbatch in self.gradients[rank, stage] or (rank, stage) in self.reduced:
-                raise Broken
+                raise BrokenError
             self.gradients[rank, stage].add(microbatch)
 
     def _send(self, rank: int, action: Action) -> bool:
         forward = action.kind is Kind.SEND_F
         target = action.stage + (1 if forward else -1)
         if not 0 <= target < self.schedule.num_stages or self._home(action.stage, action.microbatch) != rank:
-            raise Broken
+            raise BrokenError
         tensor = ("y" if forward else "dx", action.stage, action.microbatch)
         peer = self._home(target, action.microbatch)
         if peer == rank:
-            raise Broken
+            raise BrokenError
         if tensor not in self.tensors[rank]:
             return False
         issued, posted = self.issued[rank, peer], self.posted[rank, peer]
@@ -151,10 +151,10 @@ class _Machine:
         forward = action.kind is Kind.RECV_F
         source = action.stage - (1 if forward else -1)
         if not 0 <= source < self.schedule.num_stages or self._home(action.stage, action.microbatch) != rank:
-            raise Broken
+            raise BrokenError
         peer = self._home(source, action.microbatch)
         if peer == rank:
-            raise Broken
+            raise BrokenError
         self.posted[peer, rank].append(("y" if forward else "dx", source, action.microbatch))
         self._match(self.issued[peer, rank], self.posted[peer, rank])
 
@@ -162,12 +162,12 @@ class _Machine:
     def _match(issued: list[tuple[str, int, int]], posted: list[tuple[str, int, int]]) -> None:
         last = min(len(issued), len(posted)) - 1
         if last >= 0 and issued[last] != posted[last]:
-            raise Broken
+            raise BrokenError
 
     def _collective(self, rank: int, action: Action) -> bool:
         holders = tuple(sorted({ranks[action.stage] for ranks in self.schedule.placement}))
         if rank not in holders:
-            raise Broken
+            raise BrokenError
         mine = self.joined[holders, rank]
         if rank not in self.entered:
             self.entered.add(rank)
@@ -177,32 +177,32 @@ class _Machine:
             if len(theirs) < len(mine):
                 return False
             if theirs[len(mine) - 1] != action:
-                raise Broken
+                raise BrokenError
         if action.kind is Kind.UNSHARD:
             if action.stage in self.whole[rank]:
-                raise Broken
+                raise BrokenError
             self.whole[rank].add(action.stage)
         else:
             if (rank, action.stage) in self.reduced:
-                raise Broken
+                raise BrokenError
             self.reduced.add((rank, action.stage))
         return True
 
     def _check_end(self) -> None:
         schedule = self.schedule
         if any(at < len(actions) for at, actions in zip(self.at, schedule.actions, strict=True)):
-            raise Broken
+            raise BrokenError
         for stage in range(schedule.num_stages):
             for microbatch in range(schedule.num_microbatches):
                 rank = self._home(stage, microbatch)
                 if not {("y", stage, microbatch), ("dx", stage, microbatch)} <= self.tensors[rank]:
-                    raise Broken
+                    raise BrokenError
                 if microbatch not in self.gradients[rank, stage]:
-                    raise Broken
+                    raise BrokenError
                 if self.communicates and (rank, stage) not in self.reduced:
-                    raise Broken
+                    raise BrokenError
         if any(self.whole):
-            raise Broken
+            raise BrokenError
         for channel in self.issued.keys() | self.posted.keys():
             if self.issued[channel] != self.posted[channel]:
-                raise Broken
+                raise BrokenError
