@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,22 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
     lr_schedule: LearningRateConfig = field(default_factory=LearningRateConfig)
+
+    def __post_init__(self) -> None:
+        rules = {
+            "base_lr": (0 < self.base_lr < math.inf, "above 0; 3e-3 suits small models"),
+            "beta1": (0 <= self.beta1 < 1, "from 0 up to 1; 0.9 is usual"),
+            "beta2": (0 <= self.beta2 < 1, "from 0 up to 1; 0.95 is usual"),
+            "eps": (0 < self.eps < math.inf, "above 0; 1e-8 is usual"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more; 0.1 is usual"),
+            "max_grad_norm": (
+                self.max_grad_norm is None or self.max_grad_norm > 0,
+                "above 0, or null for no clip; 1.0 is usual",
+            ),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must be {rule}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,8 @@ def save_if_due(assembly: Assembly, run: RunContext, num_steps: int) -> None:
 def resume(assembly: Assembly, run: RunContext) -> int:
     """Load the newest whole checkpoint of the run to go on from; the first step to do.
 
-    Raises ValueError: where that run has no checkpoint, trained on other data, or another global batch.
+    Raises ValueError: where that run has no checkpoint, trained on other data or another global batch, or has
+    no steps left to do.
     """
     source = assembly.config.checkpoint.resume
     if source is None:
@@ -94,6 +95,11 @@ def resume(assembly: Assembly, run: RunContext) -> int:
                 f"checkpoint.resume={source}: its {key} is {metadata[key]} and this run's is {mine}, so samples "
                 f"would be repeated or left out; {remedy}"
             )
+    if metadata["num_steps"] >= assembly.config.training.num_steps:
+        raise ValueError(
+            f"training.num_steps={assembly.config.training.num_steps}: {folder} has done {metadata['num_steps']} "
+            "steps already; set training.num_steps higher to go on"
+        )
     assembly.optimizer.restore(metadata["num_steps"])
     state = read_rank_state(folder, assembly.mesh.rank, assembly.mesh.world.size())
     if state is None:

@@ -272,7 +272,7 @@ def _print_traceback(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _json_channel(*, active: bool) -> Iterator[Any]:
-    """Yields what writes the result. With `active`, file descriptor 1 is stderr inside, for ranks and libraries too."""
+    """Yields what writes the result. With `active`, stdout is stderr inside, for ranks and libraries too."""
     if not active:
         yield lambda _result: None
         return
@@ -285,9 +285,10 @@ def _json_channel(*, active: bool) -> Iterator[Any]:
         os.write(kept, line.encode())
 
     try:
-        yield emit
+        with contextlib.redirect_stdout(sys.stderr):
+            yield emit
     finally:
-        sys.stdout.flush()
+        sys.stderr.flush()
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -328,7 +329,9 @@ def _cell(result: dict[str, Any], dotted: str) -> str:
         value = value.get(name) if isinstance(value, dict) else None  # type: ignore[misc]
     if isinstance(value, list):
         value = max(value, default=None)  # type: ignore[type-var]
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)  # type: ignore[arg-type]
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return "" if value is None else str(value)  # type: ignore[arg-type]
 
 
 def _near(word: str, known: Sequence[str] | dict[str, Any]) -> str:

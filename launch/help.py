@@ -133,8 +133,8 @@ COMMANDS: dict[str, Command] = {
         ),
         output="""\
             runs/<date-time>-memory-<config hash>/config.yaml (or --out).
-            --json: persistent (bytes on the fullest rank), ranks [{parameters, gradients, optimizer, ...}].""",
-        columns=("layout", "persistent"),
+            --json: persistent_max, persistent_mean (bytes), ranks [{parameters, gradients, optimizer, ...}].""",
+        columns=("persistent_max", "persistent_mean"),
     ),
 }
 

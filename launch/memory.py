@@ -43,7 +43,8 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     return {
         "layout": layout_text(config),
         "run_dir": str(context.run_dir),
-        "persistent": max(row["persistent"] for row in rows),
+        "persistent_max": max(row["persistent"] for row in rows),
+        "persistent_mean": sum(row["persistent"] for row in rows) / len(rows),
         "ranks": rows,
     }
 
@@ -70,6 +71,7 @@ def print_result(result: dict[str, Any]) -> None:
         ]
         live = (row["peak_live_activations"], row["simulated_peak_activations"])
         table.add_row(str(rank), *sizes, *map(str, live))
+    table.caption = "live: micro-batches whose activations are held at once"
     Console().print(table)
 
 

@@ -32,14 +32,15 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
     check(config)
 
-    from framework.parity import reference_config, to_mapping
+    from framework.checkpoint.manifest import step_folder
+    from framework.parity import NUM_STEPS, reference_config, to_mapping
     from launch.elastic import run_local
 
     reference = reference_config(config)
     context = prepare_run(config, options, time.time(), kind="parity")
     _say(f"parity of {layout_text(config)} with one process, in {short_path(context.run_dir)}")
     with tempfile.TemporaryDirectory(prefix=".parity-", dir=context.run_dir) as name:
-        folder = Path(name)
+        folder = step_folder(Path(name), NUM_STEPS)
         _say(f"training on {config.parallel.world_size} ranks")
         losses = run_local(
             _layout_rank,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _HOLD_SECONDARY_S = 2.0
 _STORE_KEY = "counterflow/run"
+_READ_KEY = "counterflow/read"
 # Preparing a large corpus on rank 0 takes a while, and the other ranks wait for it.
 _PREPARE_TIMEOUT = timedelta(hours=4)
 
@@ -62,13 +63,14 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     from launch.elastic import run_local
 
     context = prepare_run(config, options, started_at)
-    _say(f"run folder {short_path(context.run_dir)}, {config.parallel.world_size} local ranks")
+    num_ranks = config.parallel.world_size
+    _say(f"run folder {short_path(context.run_dir)}, {num_ranks} local rank{'s' * (num_ranks > 1)}")
     from framework.train import run_rank  # what the ranks need is imported once, before they are forked
 
     results = run_local(
         run_rank,
         (config, context),
-        num_ranks=config.parallel.world_size,
+        num_ranks=num_ranks,
         run_dir=context.run_dir,
         threads_per_rank=config.launcher.threads_per_rank,
         grace_s=config.launcher.grace_s,
@@ -170,7 +172,7 @@ def _join(config: TrainConfig, options: LaunchOptions, started_at: float) -> dic
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != config.parallel.world_size:
         problem = (
-            f"WORLD_SIZE={world_size} in the environment: this layout has {config.parallel.world_size} ranks "
+            f"WORLD_SIZE={world_size} in the environment: this layout has {config.parallel.world_size} rank(s) "
             "(pipeline x data x context x tensor); start that many, or change the parallel.*_size values"
         )
         if rank:
@@ -186,12 +188,17 @@ def _join(config: TrainConfig, options: LaunchOptions, started_at: float) -> dic
             context = prepare_run(config, options, started_at)
         except BaseException as error:
             store.set(_STORE_KEY, json.dumps({"error": str(error)}))
+            # The store may live in this process: let the others read before it goes.
+            deadline = time.monotonic() + _HOLD_SECONDARY_S
+            while store.add(_READ_KEY, 0) < world_size - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
             raise
         store.set(_STORE_KEY, json.dumps({"run_dir": str(context.run_dir)}))
     else:
         store.wait([_STORE_KEY], _PREPARE_TIMEOUT)
         told = json.loads(store.get(_STORE_KEY))
         if "error" in told:
+            store.add(_READ_KEY, 1)
             sys.exit(2)
         context = RunContext(
             run_dir=Path(told["run_dir"]),

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
+
 from framework.metrics.config import LoggerConfig
 from framework.metrics.record import RunSummary, StepRecord
 
@@ -148,8 +150,9 @@ class WandbSink:
             disable_git=True,
             save_code=False,
             x_save_requirements=False,
-            # Its system monitor is a process that outlives a killed trainer by many seconds (seen in 0.31).
-            x_disable_stats=False,
+            # Its system monitor is one more process, which outlives a killed trainer by up to five seconds
+            # (seen in 0.31); without a GPU to watch it is not worth that.
+            x_disable_stats=not torch.cuda.is_available(),
             init_timeout=60,
         )
         try:

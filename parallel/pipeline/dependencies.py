@@ -137,9 +137,9 @@ def carried(action: Action) -> Product:
 def channel_of(schedule: Schedule, action: Action) -> tuple[int, int]:
     """(source rank, destination rank) of a send or a receive.
 
-    One channel is one ordered transport: its messages match in the order in which they are issued on either
-    side, activations and gradients alike. The two directions between two ranks are two channels, and need two
-    communicators where the transport orders what it is given, as NCCL does.
+    The messages of a channel match in the order in which they are issued on either side, activations and
+    gradients alike. Transports that order what they are given, as NCCL does, need two communicators: one for
+    messages to higher ranks, one for messages to lower ranks.
     """
     value, stage, microbatch = carried(action)
     return schedule.rank_of(stage, microbatch), schedule.rank_of(stage + ROUTES[value].step, microbatch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from parallel.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from parallel.pipeline.dependencies import (
@@ -46,12 +47,18 @@ def lower(schedule: Schedule, *, zero_stage: int, reshard_after: str = "use") ->
 def add_communication(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
     """Add a send after each action whose result another rank needs, and the receive before its use.
 
-    A pair's receives stand before the pair, its sends after it. Receives of one channel are posted in the order
-    of its sends. Each is posted `receive_ahead` compute actions before its use, or earlier where the message is
-    ready earlier: before any action of the receiver that ends no sooner than the sender's, in a run with unit
-    costs. So every send, taken in the order of that run, finds its receive posted or waits for actions that end
-    strictly earlier, and no rank hangs even if sends block until received (as on NCCL), for any schedule. A
-    gradient's receive stands behind the forward of its micro-batch, which tells its shape.
+    A pair's receives stand before the pair, its sends after it.
+
+    Note [Why no rank hangs]
+    Messages are ordered by the time at which they are ready in a run with unit costs; of those ready at once, the
+    ones to higher ranks come first, in the order of their sources, then the ones to lower ranks, in the opposite
+    order. Every rank's sends follow that order, and a receive is posted before the first action that ends no
+    sooner than its message is ready: so all that a message can wait for (its own rank's earlier actions and
+    messages, its receive, and what stands before that on the receiver) comes strictly earlier in one order, and
+    all of it comes to pass, even where sends block and all messages to one side share one in-order communicator.
+    That holds for any compute schedule. A receive may then move `receive_ahead` compute actions ahead of its
+    use, but never past a message of its own communicator, which would reorder it, nor past the forward of its
+    micro-batch, which tells a gradient's shape.
 
     Raises ScheduleError: the compute actions cannot run in this order, or a result is never used.
     """
@@ -59,58 +66,77 @@ def add_communication(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule
     ends: list[list[float]] = [[] for _ in schedule.actions]
     for interval in simulate(schedule, Costs()).intervals:
         ends[interval.rank].append(interval.end)
-    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
     made_at = [_indices(actions, gives) for actions in schedule.actions]
     used_at = [
         _indices(actions, lambda action: needs(action, schedule.num_stages)) for actions in schedule.actions
     ]
+    sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
+    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
+    behind: dict[tuple[int, bool], int] = defaultdict(
+        int
+    )  # (rank, communicator) -> where its last message stands
 
-    # By stage and value, not by rank: mirror ranks then post the receives of one slot in the same order.
-    channels = sorted(_messages(schedule).items(), key=lambda item: (item[1][0][0][1::-1], item[0]))
-    for (source, receiver), messages in channels:
-        posts: list[int] = []
-        floor = 0
-        for product, index in messages:
-            value, stage, microbatch = product
-            if product not in used_at[receiver]:
-                raise ScheduleError(
-                    f"no action on rank {receiver} uses what {schedule.actions[source][index]} of rank {source} "
-                    "sends it"
-                )
-            if value is Value.INPUT_GRADIENT:
-                floor = max(floor, made_at[receiver][Value.ACTIVATION, stage - 1, microbatch] + 1)
-            ready = bisect_left(ends[receiver], ends[source][index])
-            posts.append(max(floor, min(used_at[receiver][product] - receive_ahead, ready)))
-        latest = posts[-1]
-        for position in reversed(range(len(posts))):
-            posts[position] = latest = min(latest, posts[position])
-        for (product, _), post in zip(messages, posts, strict=True):
-            receives[receiver][post].append(receive_of(product))
+    for message in _messages(schedule, ends):
+        product, source, receiver = message.product, message.source, message.receiver
+        value, stage, microbatch = product
+        if product not in used_at[receiver]:
+            raise ScheduleError(
+                f"no action on rank {receiver} uses what rank {source} sends it: {send_of(product)}"
+            )
+        first = behind[receiver, message.upward]
+        if value is Value.INPUT_GRADIENT:
+            first = max(first, made_at[receiver][Value.ACTIVATION, stage - 1, microbatch] + 1)
+        ready = bisect_left(ends[receiver], message.ready)
+        post = max(first, min(ready, used_at[receiver][product] - receive_ahead))
+        assert post <= ready
+        sends[source][message.index].append(send_of(product))
+        receives[receiver][post].append(receive_of(product))
+        behind[source, message.upward] = message.index + 1
+        behind[receiver, message.upward] = post
 
     return schedule.with_actions(
         [
             extended
             for index, action in enumerate(actions)
-            for extended in (*receives[rank].get(index, ()), action, *_sends_after(schedule, action))
+            for extended in (*receives[rank].get(index, ()), action, *sends[rank].get(index, ()))
         ]
         for rank, actions in enumerate(schedule.actions)
     )
 
 
-def _sends_after(schedule: Schedule, action: Action) -> list[Action]:
-    return [send_of(product) for product in gives(action) if destination(schedule, product) is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """`product`, made by the source's action `index` at the time `ready`."""
+
+    product: Product
+    source: int
+    index: int
+    receiver: int
+    ready: float
+
+    @property
+    def upward(self) -> bool:
+        """To a higher rank: which of the two communicators carries it."""
+        return self.source < self.receiver
 
 
-def _messages(schedule: Schedule) -> dict[tuple[int, int], list[tuple[Product, int]]]:
-    """For each (source rank, destination rank): the products sent, in order, and the source's action's index."""
-    messages: dict[tuple[int, int], list[tuple[Product, int]]] = defaultdict(list)
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            for product in gives(action):
-                receiver = destination(schedule, product)
-                if receiver is not None:
-                    messages[rank, receiver].append((product, index))
-    return messages
+def _messages(schedule: Schedule, ends: Sequence[Sequence[float]]) -> list[_Message]:
+    """Every message, in the order of Note [Why no rank hangs]."""
+    messages = [
+        _Message(product=product, source=rank, index=index, receiver=receiver, ready=ends[rank][index])
+        for rank, actions in enumerate(schedule.actions)
+        for index, action in enumerate(actions)
+        for product in gives(action)
+        if (receiver := destination(schedule, product)) is not None
+    ]
+    return sorted(
+        messages,
+        key=lambda message: (
+            message.ready,
+            not message.upward,
+            message.source if message.upward else -message.source,
+        ),
+    )
 
 
 def _indices(

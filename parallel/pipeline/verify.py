@@ -67,8 +67,8 @@ def verify(schedule: Schedule, *, max_live_activations: int | None = None) -> Re
     than `max_live_activations`.
 
     With any action that passes add (an executable schedule), also: each value that another rank needs is sent
-    and received once, in one order per channel; the lists come to their end with buffered sends (gloo) and with
-    sends that wait for their receive on one in-order communicator per channel (NCCL); every use of a stage
+    and received once, in one order per channel; the lists come to their end with buffered sends (gloo), and with
+    sends that wait for their receive on one in-order communicator per direction (NCCL); every use of a stage
     finds it unsharded, where the schedule unshards at all, and the end finds it resharded; each holder of a
     stage reduces its gradients once, after the last; the holders of a stage run their collectives in one order.
 
@@ -294,15 +294,18 @@ def _check_unsharded(schedule: Schedule) -> tuple[int, ...]:
 def _check_order(schedule: Schedule, producers: dict[Product, Place], places: dict[Action, Place]) -> None:
     """The lists come to their end under each transport.
 
-    What ends with blocking sends ends with buffered ones too, which wait for less: a sound schedule is
+    What ends on the ordered transport ends with buffered sends too, which wait for less: a sound schedule is
     replayed once, and a stuck one a second time, to say where it hangs.
     """
     buffered = _marks(schedule, producers, places)
-    waits = _with_blocking_sends(schedule, buffered, places)
+    waits = _with_ordered_transport(schedule, buffered, places)
     done = replay(schedule.actions, waits)
     if _finished(schedule, done):
         return
-    rule = "the ranks hang where a send waits for its receive (NCCL), though not with buffered sends (gloo)"
+    rule = (
+        "the ranks hang on one in-order communicator per direction where sends wait for their receives (NCCL), "
+        "though not with buffered sends (gloo)"
+    )
     done_buffered = replay(schedule.actions, buffered)
     if not _finished(schedule, done_buffered):
         rule = "the ranks wait for each other, or an action comes before what it needs"
@@ -357,16 +360,41 @@ def _marks(
     return waits
 
 
-def _with_blocking_sends(
+def _with_ordered_transport(
     schedule: Schedule, waits: list[list[list[Mark]]], places: dict[Action, Place]
 ) -> list[list[list[Mark]]]:
-    """`waits`, and each send for its receive to be posted: the sends of a channel go one at a time, in order."""
-    blocking = [list(of_rank) for of_rank in waits]
-    for send, (rank, index) in places.items():
-        if send.kind in SENDS:
-            receiver, position = places[receive_of(carried(send))]
-            blocking[rank][index] = [*waits[rank][index], (receiver, position + 1)]
-    return blocking
+    """`waits`, and what a send waits for where messages go one at a time.
+
+    A rank has two communicators, to and from higher and lower ranks by the direction of travel. Each takes its
+    sends and receives in the order of the rank's list, the next once the last is through; a message goes
+    through when it is the turn of both its send and its receive, and the rank rests in the send until then.
+    """
+    sent_at: dict[Place, Mark] = {}  # a receive -> when its message is through
+    turn: dict[Place, Mark | None] = {}  # a message's action -> when the one before it is through
+    for action, place in places.items():
+        if action.kind in RECEIVES:
+            rank, index = places[send_of(carried(action))]
+            sent_at[place] = (rank, index + 1)
+    for rank, actions in enumerate(schedule.actions):
+        last: dict[bool, Place | None] = {True: None, False: None}
+        for index, action in enumerate(actions):
+            if action.kind in SENDS or action.kind in RECEIVES:
+                source, target = channel_of(schedule, action)
+                before = last[source < target]
+                # A send before it needs no mark: the rank itself rested there.
+                turn[rank, index] = sent_at.get(before) if before is not None else None
+                last[source < target] = (rank, index)
+    ordered = [list(of_rank) for of_rank in waits]
+    for action, (rank, index) in places.items():
+        if action.kind in SENDS:
+            receiver, position = places[receive_of(carried(action))]
+            turns = [turn[rank, index], turn[receiver, position]]
+            ordered[rank][index] = [
+                *waits[rank][index],
+                (receiver, position + 1),
+                *(mark for mark in turns if mark is not None),
+            ]
+    return ordered
 
 
 def _first_above(actions: tuple[Action, ...], bound: int) -> int:

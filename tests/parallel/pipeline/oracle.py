@@ -2,7 +2,9 @@
 
 It shares no rule with parallel/pipeline/dependencies.py. Ranks hold named tensors; a compute action that misses
 one, or makes one twice, fails; messages of a channel match first with first, and a mismatch fails; collectives of
-the holders of a stage match likewise; in `blocking` mode a send rests until its receive is posted.
+the holders of a stage match likewise. An `ordered` transport has two queues per rank, one for each direction of
+travel, that take its messages one at a time: a message passes when it heads the queues of both its ranks, and the
+sender rests until then.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ class BrokenError(Exception):
 def survives(schedule: Schedule) -> bool:
     """Whether every rank reaches its end, with everything computed once, under both transports."""
     try:
-        for blocking in (False, True):
-            _Machine(schedule, blocking).run()
+        for ordered in (False, True):
+            _Machine(schedule, ordered).run()
     except BrokenError:
         return False
     return True
 
 
 class _Machine:
-    def __init__(self, schedule: Schedule, blocking: bool) -> None:
-        self.schedule, self.blocking = schedule, blocking
+    def __init__(self, schedule: Schedule, ordered: bool) -> None:
+        self.schedule, self.ordered = schedule, ordered
         self.at = [0] * schedule.num_ranks
         self.tensors: list[set[tuple[str, int, int]]] = [set() for _ in schedule.actions]
         self.gradients: dict[tuple[int, int], set[int]] = defaultdict(set)  # (rank, stage) -> micro-batches
         self.posted: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
         self.issued: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+        self.queues: dict[tuple[int, bool], list[tuple[int, str, int, int]]] = defaultdict(list)
+        self.passed: set[tuple[int, str, int, int]] = set()  # (receiver, tensor)
         self.whole: list[set[int]] = [set() for _ in schedule.actions]
         self.reduced: set[tuple[int, int]] = set()
         self.joined: dict[tuple[tuple[int, ...], int], list[Action]] = defaultdict(list)
@@ -114,8 +118,9 @@ class _Machine:
         if not self.communicates:
             return tensor in self.tensors[maker]
         channel = (maker, rank)
-        posted, issued = self.posted[channel], self.issued[channel]
-        return tensor in posted and tensor in issued
+        if self.ordered:
+            return (rank, *tensor) in self.passed
+        return tensor in self.posted[channel] and tensor in self.issued[channel]
 
     def _compute(self, rank: int, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -145,7 +150,8 @@ class _Machine:
             self.entered.add(rank)
             issued.append(tensor)
             self._match(issued, posted)
-        return not self.blocking or len(posted) >= len(issued)
+            self._enqueue(rank, rank < peer, (peer, *tensor))
+        return not self.ordered or (peer, *tensor) in self.passed
 
     def _receive(self, rank: int, action: Action) -> None:
         forward = action.kind is Kind.RECV_F
@@ -155,8 +161,25 @@ class _Machine:
         peer = self._home(source, action.microbatch)
         if peer == rank:
             raise BrokenError
-        self.posted[peer, rank].append(("y" if forward else "dx", source, action.microbatch))
+        tensor = ("y" if forward else "dx", source, action.microbatch)
+        self.posted[peer, rank].append(tensor)
         self._match(self.issued[peer, rank], self.posted[peer, rank])
+        self._enqueue(rank, peer < rank, (rank, *tensor))
+
+    def _enqueue(self, rank: int, upward: bool, message: tuple[int, str, int, int]) -> None:
+        self.queues[rank, upward].append(message)
+        passing = True
+        while passing:
+            passing = False
+            heads = [(key, queue[0]) for key, queue in self.queues.items() if queue]
+            for key, head in heads:
+                partners = [other for other, peer_head in heads if other != key and peer_head == head]
+                if partners:
+                    self.passed.add(head)
+                    self.queues[key].pop(0)
+                    self.queues[partners[0]].pop(0)
+                    passing = True
+                    break
 
     @staticmethod
     def _match(issued: list[tuple[str, int, int]], posted: list[tuple[str, int, int]]) -> None:

@@ -1,0 +1,81 @@
+"""The composition table: refusals by name, for the config and for the docs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from framework.compositions import (
+    FEATURES,
+    REFUSALS,
+    Refusal,
+    active_features,
+    refusal_of,
+    refused,
+    to_markdown,
+)
+from framework.config import TrainConfig
+from parallel.mesh import MeshConfig
+from parallel.pipeline.config import ScheduleConfig
+from parallel.pipeline.generate import GENERATORS
+from parallel.zero_config import ZeroConfig
+
+_DUALPIPE_ZERO_3 = TrainConfig(
+    parallel=MeshConfig(pipeline_parallel_size=2, tensor_parallel_size=2),
+    schedule=ScheduleConfig(name="dualpipe"),
+    zero=ZeroConfig(stage=3),
+)
+_PAIR = Refusal(first="zero_3", second="dualpipe", reason="a reason", remedy="a remedy")
+
+
+def test_the_features_of_a_config() -> None:
+    keys = [feature.key for feature in active_features(_DUALPIPE_ZERO_3)]
+    assert keys == ["tensor_parallel", "sequence_parallel", "pipeline_parallel", "dualpipe", "zero_3"]
+
+
+def test_every_schedule_is_a_feature() -> None:
+    assert set(GENERATORS) <= {feature.key for feature in FEATURES}
+
+
+def test_rows_name_features_that_exist_once() -> None:
+    keys = [feature.key for feature in FEATURES]
+    assert len(set(keys)) == len(keys)
+    pairs = [frozenset((row.first, row.second)) for row in REFUSALS]
+    assert len(set(pairs)) == len(pairs)
+    assert frozenset().union(*pairs) <= set(keys)
+
+
+def test_nothing_is_refused_for_the_main_job() -> None:
+    assert refused(_DUALPIPE_ZERO_3) == []
+
+
+def test_a_feature_refused_altogether() -> None:
+    config = replace(_DUALPIPE_ZERO_3, parallel=MeshConfig(context_parallel_size=2))
+    (message,) = refused(config)
+    assert message.startswith("parallel.context_parallel_size=2: context parallelism is not supported: ")
+    assert message.endswith("tensor_parallel_size")
+
+
+def test_a_pair_is_refused_only_together() -> None:
+    (message,) = refused(_DUALPIPE_ZERO_3, [_PAIR])
+    assert message == (
+        "zero.stage=3 with schedule.name=dualpipe: ZeRO-3 does not compose with DualPipe, two copies: a reason; "
+        "a remedy"
+    )
+    assert refused(replace(_DUALPIPE_ZERO_3, zero=ZeroConfig(stage=2)), [_PAIR]) == []
+
+
+def test_lookup_in_either_order() -> None:
+    assert refusal_of("dualpipe", "zero_3", [_PAIR]) is _PAIR
+    assert refusal_of("zero_3", "dualpipe", [_PAIR]) is _PAIR
+    assert refusal_of("zero_3", "zero_3", [_PAIR]) is None
+    assert refusal_of("context_parallel", "context_parallel") is not None
+
+
+def test_the_table_for_the_docs() -> None:
+    lines = to_markdown(refusals=[*REFUSALS, _PAIR]).splitlines()
+    assert len(lines) == 2 + len(FEATURES)
+    row = {line.split("|")[1].strip(): line for line in lines[2:]}
+    assert "refused: " in row["context parallelism"]
+    assert "everything but DualPipe, two copies (a reason)" in row["ZeRO-3"]
+    assert "everything but ZeRO-3 (a reason)" in row["DualPipe, two copies"]
+    assert "refused" not in row["tensor parallelism"].replace("that is not refused", "")

@@ -1,0 +1,208 @@
+"""The command line: parsing, help, exit codes, one message for each mistake, JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.cli import UsageError, main, parse
+from launch.help import COMMANDS
+
+_ROOT = Path(__file__).parents[2]
+_FOUR_STAGES = ["parallel.pipeline_parallel_size=4", "schedule.num_microbatches=8"]
+
+
+def _fails(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    assert main(argv) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    return err
+
+
+def test_options_may_stand_anywhere() -> None:
+    arguments = parse(["--json", "train", "seed=1", "--out", "a", "-m", "zero.stage=0,1", "--config-dir=b"])
+    assert (arguments.command, arguments.overrides) == ("train", ("seed=1", "zero.stage=0,1"))
+    assert (arguments.out, arguments.config_dir) == (Path("a"), Path("b"))
+    assert arguments.json_output
+    assert arguments.multirun
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "trian: no such command (did you mean train?)"),
+        (["schedule=1f1b"], "the command comes first, as in counterflow train schedule=1f1b"),
+        (["train", "--jsn"], "--jsn: no such option (did you mean --json?)"),
+        (["train", "--out"], "--out: needs a value"),
+        (["train", "--json=yes"], "--json takes no value"),
+        (["train", "--cfg", "hydra"], "only the job's config can be printed"),
+    ],
+)
+def test_a_slip_on_the_command_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError):
+        parse(argv)
+    assert message in _fails(argv, capfd)
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_teaches(command: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*([command] if command else []), "--help"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "exit codes: 0 done" in out
+    assert out.count("\n  counterflow ") >= 3 or command == "train"
+    assert "--json" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_every_example_in_the_help_is_valid() -> None:
+    from launch.cli import _check
+    from launch.compose import compose_config, expand_sweep, find_choices
+
+    for name, command in COMMANDS.items():
+        assert len(command.examples) >= 3
+        for text, _ in command.examples:
+            words = text.split()
+            if words[0] != "counterflow":
+                continue
+            arguments = parse(words[1:])
+            assert arguments.command == name
+            for overrides in expand_sweep(arguments.overrides, find_choices()):
+                _check(name, compose_config(overrides))
+
+
+def test_every_key_in_the_help_exists() -> None:
+    from launch.compose import compose_mapping
+
+    for command in COMMANDS.values():
+        compose_mapping([text for text, _ in command.overrides])
+
+
+def test_no_command_shows_the_way(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "commands:" in capfd.readouterr().err
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out.startswith("counterflow ")
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = "import sys; from launch.cli import main; main(['train', '--help']); print(*sys.modules)"
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - begin < 5.0
+    assert not {"torch", "hydra", "numpy", "rich"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.pipeline_parallel_size=3"], "error: parallel.pipeline_parallel_size=3: dualpipe"),
+        (["schedule.num_microbatches=2"], "error: schedule.num_microbatches=2: dualpipe"),
+        (
+            ["model.num_heads=6", "model.hidden_size=96", "parallel.tensor_parallel_size=4"],
+            "model.num_heads=6",
+        ),
+        (["zero.stge=3"], "error: zero.stge: the config has no such key; did you mean zero.stage?"),
+        (["data.seq_length=long"], "error: data.seq_length='long': must be a whole number"),
+        (["data.sources=[/nowhere/at/all]"], "/nowhere/at/all"),
+        (["checkpoint.resume=/nowhere/at/all"], "checkpoint.resume=/nowhere/at/all: no such folder"),
+    ],
+)
+def test_a_mistake_ends_before_any_rank_starts(
+    overrides: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    err = _fails(["train", f"launcher.runs_dir={tmp_path}", *overrides], capfd)
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_traceback_is_there_for_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "zero.stage=9", "--traceback"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: zero.stage=9")
+    assert "Traceback" in err
+
+
+def test_the_error_is_json_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "zero.stage=9", "--json"]) == 2
+    out, err = capfd.readouterr()
+    result = json.loads(out)
+    assert result["exit_code"] == 2
+    assert result["error"] in err
+
+
+def test_cfg_job_prints_every_key(capfd: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    from framework.config import TrainConfig, from_mapping
+    from launch.compose import compose_config
+
+    assert main(["train", "--cfg", "job", "seed=5"]) == 0
+    printed = yaml.safe_load(capfd.readouterr().out)
+    printed["optimizer"]["eps"] = float(printed["optimizer"]["eps"])
+    assert from_mapping(TrainConfig, printed) == compose_config(["seed=5"])
+
+
+def test_an_out_folder_in_use_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old").touch()
+    argv = [
+        "train",
+        "experiment=smoke",
+        "data.max_bytes=400000",
+        f"data.cache_dir={tmp_path}",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(argv) == 2
+    assert f"error: --out {tmp_path}: it is there already and not empty" in capfd.readouterr().err
+
+
+def test_simulate_prints_json_last_and_needs_no_model_that_fits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["schedule=dualpipe", "parallel.pipeline_parallel_size=8", "schedule.num_microbatches=20"]
+    assert main(["simulate", "--json", "--out", str(tmp_path), *overrides]) == 0
+    out, err = capfd.readouterr()
+    (line,) = out.splitlines()
+    result = json.loads(line)
+    assert result["makespan"] == 66
+    assert result["idle"] == [6] * 8
+    assert result["peak_activations"] == [9] * 8
+    assert "makespan" in err
+    assert {path.suffix for path in tmp_path.iterdir()} >= {".svg", ".png"}
+
+
+def test_a_sweep_runs_every_combination_and_ends_in_a_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["simulate", "-m", "--json", "--out", str(tmp_path), "schedule=gpipe,1f1b", *_FOUR_STAGES]
+    assert main(argv) == 0
+    out, err = capfd.readouterr()
+    results = json.loads(out)
+    assert [result["schedule"] for result in results] == ["gpipe", "1f1b"]
+    # GPipe keeps every micro-batch, 1F1B at most one for each stage.
+    assert [max(result["peak_activations"]) for result in results] == [8, 4]
+    assert "2 runs" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_a_sweep_with_a_mistake_runs_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "simulate",
+        "--multirun",
+        "--out",
+        str(tmp_path),
+        "schedule.num_microbatches=8,7",
+        *_FOUR_STAGES[:1],
+    ]
+    assert "schedule.num_microbatches=7" in _fails(argv, capfd)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,134 @@
+"""`counterflow train`: the run's folder, and whole runs of a tiny model, started here and joined."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from framework.config import config_hash
+from framework.errors import ConfigError
+from launch.compose import compose_config
+from launch.train import make_run_dir
+
+_ROOT = Path(__file__).parents[2]
+_TINY = [
+    "experiment=smoke",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "data.seq_length=16",
+    "data.micro_batch_size=1",
+    "schedule.num_microbatches=2",
+    "data.max_bytes=400000",
+    "tokenizer.vocab_size=300",
+    "training.num_steps=2",
+    "data.validation_batches=1",
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+def test_run_folders_never_collide(tmp_path: Path) -> None:
+    now = datetime(2026, 1, 31, 12)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: make_run_dir(tmp_path / "runs", "1a2b3c4d", now=now), range(16)))
+    assert len(set(made)) == 16
+    assert {path.name for path in made} >= {"20260131-120000-1a2b3c4d", "20260131-120000-1a2b3c4d-2"}
+
+
+def test_a_named_folder_is_taken_when_new_or_empty(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b"
+    assert make_run_dir(tmp_path, "x", out) == out
+    assert make_run_dir(tmp_path, "x", out) == out
+    (out / "file").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        make_run_dir(tmp_path, "x", out)
+    with pytest.raises(ConfigError, match="no folder can be made there"):
+        make_run_dir(out / "file", "x")
+
+
+def test_a_run_of_two_ranks(tmp_path: Path, cache: str) -> None:
+    overrides = [*_TINY, cache, "parallel.data_parallel_size=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "train", "--json", "--out", str(tmp_path / "run"), *overrides],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert result["run_dir"] == str(tmp_path / "run")
+    assert set(result["bubble"]) == {"measured", "simulated", "formula"}
+    assert 0 < result["final_loss"] < 10
+    assert result["validation_loss"] > 0
+    assert result["tokens_per_s"] > 0
+    config = compose_config(overrides)
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    assert result["config_hash"] == config_hash(config)
+    assert text.startswith(f"# config hash {config_hash(config)}\n# counterflow train --json --out ")
+    assert yaml.safe_load(text)["parallel"]["data_parallel_size"] == 2
+    assert not [
+        path.name for path in (tmp_path / "run").iterdir() if path.name.startswith((".ranks", "rank-"))
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _joined(overrides: list[str], tmp_path: Path, num_ranks: int = 2) -> list[tuple[int, str, str]]:
+    """What torchrun does: start the module once for each rank, with the group in the environment."""
+    group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "launch.train", "--json", f"launcher.runs_dir={tmp_path}", *overrides],
+            cwd=_ROOT,
+            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, outputs, strict=True)]
+
+
+def test_joining_ranks_that_somebody_else_started(tmp_path: Path, cache: str) -> None:
+    first, second = _joined([*_TINY, cache, "parallel.data_parallel_size=2"], tmp_path)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    (run_dir,) = tmp_path.iterdir()
+    assert json.loads(first[1])["run_dir"] == str(run_dir)
+    assert second[1] == ""
+
+
+def test_a_world_of_another_size_is_refused_once(tmp_path: Path, cache: str) -> None:
+    first, second = _joined([*_TINY, cache], tmp_path)
+    assert (first[0], second[0]) == (2, 2)
+    assert "error: WORLD_SIZE=2 in the environment: this layout has 1 rank(s)" in first[2]
+    assert second[2] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_that_rank_0_finds_ends_the_others(tmp_path: Path) -> None:
+    overrides = [*_TINY, "parallel.data_parallel_size=2", "data.sources=[/nowhere]"]
+    first, second = _joined(overrides, tmp_path)
+    assert (first[0], second[0]) == (2, 2)
+    assert "/nowhere" in first[2]
+    assert second[2] == ""
