@@ -16,11 +16,13 @@ help:
 # Installed again only where pyproject.toml is newer.
 .venv/train.stamp: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: a minute or a few, about 1.5 GB"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e .
 	@touch $@
 
 .venv/dev.stamp: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: a minute or a few, about 1.5 GB"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/train.stamp
 

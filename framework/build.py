@@ -41,9 +41,10 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedBubble:
-    """The bubble that theory gives for the schedule's configured costs."""
+    """The bubble that theory gives for the schedule's configured costs; simulated_span: by span, not makespan."""
 
     simulated: float
+    simulated_span: float
     formula: float | None
 
 
@@ -137,7 +138,6 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         device=device,
         meter=meter,
     )
-    runtime.transport.warm()
     validation = None if data.validation is None else _loader(config, mesh, TokenDataset(data.validation))
     cost = model_cost(config.model, seq_length=config.data.seq_length, vocab_size=vocab_size)
     return Assembly(
@@ -162,8 +162,10 @@ def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
     """The makespan bubble of `schedule` at the configured costs, simulated and by its published formula."""
     costs = costs_from(config.schedule.costs, schedule.num_stages)
     formula = bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches, costs)
+    simulation = simulate(schedule, costs)
     return ExpectedBubble(
-        simulated=simulate(schedule, costs).bubble_makespan,
+        simulated=simulation.bubble_makespan,
+        simulated_span=simulation.bubble_span,
         formula=None if formula is None else formula.fraction,
     )
 

@@ -146,7 +146,12 @@ def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
 
     Raises ValueError: for a name that no generator has, or (ranks, micro-batches) that its rule refuses.
     """
-    return generate(schedule.name, parallel.pipeline_parallel_size, schedule.num_microbatches)
+    return generate(
+        schedule.name,
+        parallel.pipeline_parallel_size,
+        schedule.num_microbatches,
+        num_chunks=schedule.num_chunks,
+    )
 
 
 def _tensor_problems(config: TrainConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from framework.optimizer_config import OptimizerConfig
 from parallel.collectives import Axis, all_reduce
+from parallel.pipeline.trace import Activity, Recorder
 from parallel.zero import FlatUnit, Fragment, PersistentBytes, ShardedStage
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -76,7 +78,7 @@ class ModelOptimizer:
             stage.publish()
 
     @torch.no_grad()
-    def gradient_norm(self) -> float:
+    def gradient_norm(self, recorder: Recorder | None = None) -> float:
         """The norm of the whole model's reduced gradients.
 
         A rank counts the elements of its own shard. A parameter that every tensor-parallel rank holds whole is
@@ -89,13 +91,15 @@ class ModelOptimizer:
             if placement.tied_to is None and not (is_replicated and self._tensor.rank > 0):
                 counted = owned.fragment.grad[owned.unit.counted_range(owned.fragment)]
                 squares += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
-        all_reduce(squares, self._world, op=dist.ReduceOp.SUM)
+        # Here a rank waits for the slowest one.
+        with nullcontext() if recorder is None else recorder.record(Activity.COLLECTIVE_WAIT):
+            all_reduce(squares, self._world, op=dist.ReduceOp.SUM)
         return float(squares.sqrt())
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float, recorder: Recorder | None = None) -> float:
         """Clip, update the masters and publish them; returns the gradient norm before clipping."""
-        norm = self.gradient_norm()
+        norm = self.gradient_norm(recorder)
         limit = self._config.max_grad_norm
         if limit is not None and norm > limit:
             for unit in self._units():

@@ -21,6 +21,7 @@ from framework.run import RunContext
 from framework.train import forward_backward, seed_everything
 from parallel.collectives import all_reduce
 from parallel.mesh import MeshConfig
+from parallel.pipeline.trace import Recorder
 from parallel.zero_config import ZeroConfig
 
 NUM_STEPS = 5
@@ -129,7 +130,7 @@ def _train(config: TrainConfig, run: RunContext, device: torch.device) -> tuple[
     losses: list[float] = []
     gradients: list[Tensor] = []
     for step in range(NUM_STEPS):
-        part, _ = forward_backward(assembly, step)
+        part = forward_backward(assembly, step, Recorder(device))
         loss = torch.tensor(part, dtype=torch.float64, device=device)
         all_reduce(loss, assembly.axes.world)
         losses.append(float(loss))

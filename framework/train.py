@@ -6,9 +6,10 @@ import dataclasses
 import os
 import random
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,33 +31,73 @@ from framework.metrics.sinks import Sink, Status, open_sinks, wandb_dir
 from framework.run import RunContext
 from parallel.collectives import all_gather_into, all_reduce
 from parallel.loss import vocab_parallel_cross_entropy
+from parallel.pipeline.trace import (
+    CATEGORIES,
+    COMPUTE_CATEGORIES,
+    OTHER,
+    Activity,
+    Inflation,
+    Recorder,
+    Trace,
+    clock_id,
+)
 from parallel.zero import add_tied_gradients
 
 BYTE_AXES = ("tensor", "data", "pipeline", "world")
 
 
 class RankStep(NamedTuple):
-    """What one rank measured in a step; every field is a number, gathered from all ranks as one vector."""
+    """What one rank measured in a step; every field is a number, gathered from all ranks as one vector.
+
+    forward_s to other_s: the account of the step, the categories of parallel.pipeline.trace in their order.
+    split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
+    start_s, clock_id: when the step began, and on which clock.
+    """
 
     loss: float
     step_s: float
     pipeline_s: float
-    busy_s: float
+    span_s: float
+    forward_s: float
+    backward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    receive_wait_s: float
+    send_wait_s: float
+    collective_wait_s: float
+    reduce_s: float
+    optimizer_s: float
+    other_s: float
+    split_backward_s: float
+    whole_backward_s: float
+    start_s: float
+    clock_id: float
     peak_live_activations: float
+    peak_held_weight_grad_bytes: float
     peak_memory_bytes: float
     tensor_bytes: float
     data_bytes: float
     pipeline_bytes: float
     world_bytes: float
 
+    @property
+    def account(self) -> dict[str, float]:
+        """Seconds in each category; they add up to `step_s`."""
+        return {category: getattr(self, f"{category}_s") for category in CATEGORIES}
+
+    @property
+    def busy_s(self) -> float:
+        return sum(getattr(self, f"{category}_s") for category in COMPUTE_CATEGORIES)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """A step's result before it is a record: the same on every rank."""
+    """A step's result before it is a record: the same on every rank, but for `trace`, which is this rank's."""
 
     grad_norm: float
     learning_rate: float
     ranks: tuple[RankStep, ...]
+    trace: Trace
 
 
 def token_loss(assembly: Assembly, num_valid_tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -71,8 +112,8 @@ def token_loss(assembly: Assembly, num_valid_tokens: int) -> Callable[[Tensor, T
     return loss_fn
 
 
-def forward_backward(assembly: Assembly, step: int) -> tuple[float, Any]:
-    """Forward and backward of the global batch of `step`: (this rank's part of the loss, trace).
+def forward_backward(assembly: Assembly, step: int, recorder: Recorder) -> float:
+    """Forward and backward of the global batch of `step`: this rank's part of the loss.
 
     Afterwards the gradients of every fragment are complete: summed over micro-batches, replicas, the tensor
     axis where partial, and both ends of a tie.
@@ -85,19 +126,20 @@ def forward_backward(assembly: Assembly, step: int) -> tuple[float, Any]:
         token_loss(assembly, batch.num_valid_tokens),
         loss_reduction="sum",
         share_losses=False,
+        recorder=recorder,
     )
-    add_tied_gradients(assembly.stages.values(), assembly.axes.ends)
+    with recorder.record(Activity.REDUCE):
+        add_tied_gradients(assembly.stages.values(), assembly.axes.ends)
     # Tensor-parallel ranks all compute the loss; it is counted once.
-    loss = float(result.losses.sum()) if assembly.axes.tensor.rank == 0 else 0.0
-    return loss, result.trace
+    return float(result.losses.sum()) if assembly.axes.tensor.rank == 0 else 0.0
 
 
 def train_step(assembly: Assembly, step: int) -> StepOutcome:
     """One optimizer step over the global batch of `step`."""
     config, meter = assembly.config, assembly.axes.meter
-    started = time.perf_counter()
+    recorder = Recorder(assembly.device)
     meter.reset()
-    loss, trace = forward_backward(assembly, step)
+    loss = forward_backward(assembly, step, recorder)
     rate = learning_rate(
         config.optimizer.lr_schedule,
         step,
@@ -105,18 +147,28 @@ def train_step(assembly: Assembly, step: int) -> StepOutcome:
         config.optimizer.base_lr,
         config.parallel.data_parallel_size,
     )
-    grad_norm = assembly.optimizer.step(rate)
+    with recorder.record(Activity.OPTIMIZER):
+        grad_norm = assembly.optimizer.step(rate, recorder)
+    recorder.stop()
+    trace = recorder.trace()
     sent = meter.sent_bytes()
+    inflation = trace.inflation() or Inflation(0.0, 0.0)
     mine = RankStep(
-        loss,
-        time.perf_counter() - started,
-        trace.span_s,
-        trace.busy_s,
-        trace.peak_live_activations,
-        _peak_memory_bytes(assembly.device),
-        *(sent.get(axis, 0) for axis in BYTE_AXES),
+        loss=loss,
+        step_s=trace.step_s,
+        pipeline_s=trace.pipeline_s,
+        span_s=trace.span_s,
+        **{f"{category}_s": seconds for category, seconds in trace.account().items()},
+        split_backward_s=inflation.split_s,
+        whole_backward_s=inflation.whole_s,
+        start_s=trace.start_s,
+        clock_id=clock_id(),
+        peak_live_activations=trace.peak_live_activations,
+        peak_held_weight_grad_bytes=trace.peak_held_weight_grad_bytes,
+        peak_memory_bytes=_peak_memory_bytes(assembly.device),
+        **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
     )
-    return StepOutcome(grad_norm=grad_norm, learning_rate=rate, ranks=_gather(assembly, mine))
+    return StepOutcome(grad_norm=grad_norm, learning_rate=rate, ranks=_gather(assembly, mine), trace=trace)
 
 
 def _gather(assembly: Assembly, mine: RankStep) -> tuple[RankStep, ...]:
@@ -136,7 +188,7 @@ def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepReco
     """The record of a step from what its ranks measured.
 
     bubble_measured is 1 - busy / (ranks x makespan): busy is time in F, B, I and W; the makespan is the longest
-    time of any rank from the start of the step to the end of its last gradient reduction, without the optimizer.
+    time of any rank from its first action to the end of its last gradient reduction, without the optimizer.
     """
     config, ranks = assembly.config, outcome.ranks
     step_s = max(rank.step_s for rank in ranks)
@@ -144,7 +196,12 @@ def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepReco
     by_stage: list[list[RankStep]] = [[] for _ in range(config.parallel.pipeline_parallel_size)]
     for index, rank in enumerate(ranks):
         by_stage[config.parallel.coordinate_of(index).pipeline].append(rank)
-    busy_s = tuple(sum(rank.busy_s for rank in members) / len(members) for members in by_stage)
+    busy_s = tuple(_mean(rank.busy_s for rank in members) for members in by_stage)
+    mean_busy_s = _mean(busy_s)
+    accounts = [
+        [rank.account | {OTHER: rank.other_s + step_s - rank.step_s} for rank in of] for of in by_stage
+    ]
+    whole_backward_s = sum(rank.whole_backward_s for rank in ranks)
     num_samples = assembly.train.global_batch_size
     num_tokens = num_samples * config.data.seq_length
     flops_per_s = num_tokens * assembly.training_flops_per_token / step_s / len(ranks)
@@ -162,9 +219,19 @@ def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepReco
         mfu=None if peak is None else flops_per_s / peak,
         busy_s=busy_s,
         idle_s=tuple(makespan_s - busy for busy in busy_s),
-        bubble_measured=1 - sum(busy_s) / (len(busy_s) * makespan_s),
+        # Tenths of a microsecond: the clock gives no more, and the lines stay short.
+        time_s={
+            category: tuple(round(_mean(each[category] for each in of), 7) for of in accounts)
+            for category in CATEGORIES
+        },
+        bubble_measured=1 - mean_busy_s / makespan_s,
+        bubble_measured_span=1 - mean_busy_s / max(rank.span_s for rank in ranks),
         bubble_simulated=assembly.expected_bubble.simulated,
+        bubble_simulated_span=assembly.expected_bubble.simulated_span,
         bubble_formula=assembly.expected_bubble.formula,
+        work_inflation=sum(rank.split_backward_s for rank in ranks) / whole_backward_s
+        if whole_backward_s
+        else None,
         bytes_by_axis={
             axis: int(sum(getattr(rank, f"{axis}_bytes") for rank in ranks)) for axis in BYTE_AXES
         },
@@ -172,7 +239,14 @@ def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepReco
         peak_live_activations=tuple(
             int(max(rank.peak_live_activations for rank in members)) for members in by_stage
         ),
+        peak_held_weight_grad_bytes=tuple(
+            int(max(rank.peak_held_weight_grad_bytes for rank in members)) for members in by_stage
+        ),
     )
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
 
 
 def evaluate(assembly: Assembly) -> float | None:

@@ -329,8 +329,10 @@ def _cell(result: dict[str, Any], dotted: str) -> str:
         value = value.get(name) if isinstance(value, dict) else None  # type: ignore[misc]
     if isinstance(value, list):
         value = max(value, default=None)  # type: ignore[type-var]
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    if isinstance(value, float) and abs(value) < 1e4:
+        return f"{value:.4g}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:,.0f}"
     return "" if value is None else str(value)  # type: ignore[arg-type]
 
 

@@ -55,15 +55,7 @@ def print_result(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result['layout']}: memory of each rank after one step", title_justify="left")
-    for column in (
-        "rank",
-        "parameters",
-        "gradients",
-        "optimizer",
-        "together",
-        "live activations, peak",
-        "simulated",
-    ):
+    for column in ("rank", "parameters", "gradients", "optimizer", "together", "live", "simulated"):
         table.add_column(column, justify="right")
     for rank, row in enumerate(result["ranks"]):
         sizes = [
@@ -71,7 +63,7 @@ def print_result(result: dict[str, Any]) -> None:
         ]
         live = (row["peak_live_activations"], row["simulated_peak_activations"])
         table.add_row(str(rank), *sizes, *map(str, live))
-    table.caption = "live: micro-batches whose activations are held at once"
+    table.caption = "live: micro-batches whose activations were held at once; simulated: the same, foretold"
     Console().print(table)
 
 

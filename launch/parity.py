@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, check
-from framework.errors import ConfigError
+from framework.errors import RunFailedError, RunInterruptedError
 from framework.run import RunContext
-from launch.train import LaunchOptions, prepare_run, short_path
+from launch.train import LaunchOptions, make_run_dir, prepare_run, short_path
 
 _MAX_RANKS = 8
 
@@ -117,26 +117,41 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Run the whole grid; 0 where every layout holds."""
+    """Run the whole grid, with the overrides of the command line on top; 0 where every layout holds."""
     from launch.compose import compose_config
 
+    extra = sys.argv[1:]
     layouts = list(grid())
     missed: list[str] = []
-    for number, overrides in enumerate(layouts, start=1):
-        config = compose_config([*overrides, *sys.argv[1:]])
-        try:
-            result = run(config, LaunchOptions(command=("counterflow", "parity", *overrides)))
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        verdict = "holds" if result["holds"] else "FAILS"
-        print(
-            f"[{number}/{len(layouts)}] {result['layout']:<32} loss {result['loss_rel']:.1e}  "
-            f"gradients {result['grad_rel']:.1e}  parameters {result['param_rel']:.1e}  {verdict}",
-            flush=True,
-        )
-        if not result["holds"]:
-            missed.append(result["layout"])
+    try:
+        configs = [compose_config([*overrides, *extra]) for overrides in layouts]
+        for config in configs:
+            check(config)
+        folder = make_run_dir(Path(configs[0].launcher.runs_dir), "parity-grid")
+        for number, config in enumerate(configs, start=1):
+            layout = layout_text(config)
+            options = LaunchOptions(
+                out=folder / layout.replace(" ", "-"),
+                command=("counterflow", "parity", *layouts[number - 1], *extra),
+            )
+            try:
+                result = run(config, options)
+                verdict = "holds" if result["holds"] else "FAILS"
+                told = (
+                    f"loss {result['loss_rel']:.1e}  gradients {result['grad_rel']:.1e}  "
+                    f"parameters {result['param_rel']:.1e}  {verdict}"
+                )
+            except RunFailedError as error:
+                verdict, told = "FAILS", str(error)
+            print(f"[{number}/{len(layouts)}] {layout:<32} {told}", flush=True)
+            if verdict == "FAILS":
+                missed.append(layout)
+    except ValueError as error:
+        _say(f"error: {error}")
+        return 2
+    except RunInterruptedError as error:
+        _say(str(error))
+        return 128 + error.signal_number
     print(
         f"{len(layouts) - len(missed)} of {len(layouts)} layouts hold"
         + (f"; not: {missed}" if missed else "")

@@ -7,9 +7,10 @@ most sit closest together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,9 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
 
     Raises ValueError: where the number of processes is not the product of the axes.
     """
+    # Not above: configs are read before torch is needed, and importing it takes a second.
+    import torch.distributed as dist
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != config.world_size:
         raise ValueError(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank raised: the message holds its traceback."""
 
 
@@ -77,7 +77,7 @@ class RankPool:
     ) -> list[Any]:
         """`function(*args)` on ranks 0..world_size-1; their results in rank order (must pickle).
 
-        Raises RankFailure: with the traceback of the first rank that raised, died or did not answer in time.
+        Raises RankError: with the traceback of the first rank that raised, died or did not answer in time.
         """
         if not self._workers:
             self._start()
@@ -105,7 +105,7 @@ class RankPool:
                     break
             if failure:
                 self.close()  # the other ranks may be waiting in a collective
-                raise RankFailure(failure)
+                raise RankError(failure)
         return [replies[rank][1] for rank in range(world_size)]
 
     def close(self) -> None:

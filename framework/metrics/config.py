@@ -8,8 +8,21 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerConfig:
-    """Where step records go besides the console. `wandb` and `tensorboard` write the JSONL as well."""
+    """Where step records go besides the console. `wandb` and `tensorboard` write the JSONL as well.
+
+    timeline_interval_steps: every how many steps, and at the last, the measured timeline of a pipeline is written
+    to the run's folder and its picture to W&B or TensorBoard; null: at the last step only; 0: never. Drawing
+    takes about a second, in which every rank waits.
+    """
 
     name: Literal["none", "jsonl", "wandb", "tensorboard"] = "wandb"
     project: str = "counterflow"
     mode: Literal["offline", "online"] = "offline"
+    timeline_interval_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeline_interval_steps is not None and self.timeline_interval_steps < 0:
+            raise ValueError(
+                f"logger.timeline_interval_steps={self.timeline_interval_steps}: a number of steps; set it to 1 or "
+                "more, to 0 for never, or to null for the last step only"
+            )

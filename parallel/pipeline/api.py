@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import nn
 
 from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.generate import generate
+from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import LossFunction, Microbatches, Runtime, StepResult
 from parallel.pipeline.stage import PlainParameters, Stage
@@ -153,19 +153,12 @@ def _mirror_group(
     if group is None or len(replicas) == 1:
         return None
     ranks = [dist.get_global_rank(group, rank) for rank in replicas]
-    return _new_group(ranks, f"mirror of stage {stage}")
+    return new_group(ranks, f"mirror of stage {stage}")
 
 
 def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
-    return _new_group(ranks, "pipeline, reverse")
-
-
-def _new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-    group: object = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
-        ranks, use_local_synchronization=True, group_desc=name
-    )
-    return cast(dist.ProcessGroup, group)
+    return new_group(ranks, "pipeline, reverse")
 
 
 def _log_adoption(stage: Stage) -> None:

@@ -27,10 +27,15 @@ class CostsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """Which schedule, and how many micro-batches a step has (over both directions for `dualpipe`)."""
+    """Which schedule, and how many micro-batches a step has (over both directions for `dualpipe`).
+
+    num_chunks: stages that a rank holds, for `interleaved_1f1b` to choose; null: the schedule's own number (2 for
+        `interleaved_1f1b` and for the V-shaped schedules, 1 for the others).
+    """
 
     name: str = "1f1b"
     num_microbatches: int = 8
+    num_chunks: int | None = None
     costs: CostsConfig = field(default_factory=CostsConfig)
 
     def __post_init__(self) -> None:
@@ -38,4 +43,9 @@ class ScheduleConfig:
             raise ValueError(
                 f"schedule.num_microbatches={self.num_microbatches}: a step has at least one micro-batch; "
                 "set it to 1 or more"
+            )
+        if self.num_chunks is not None and self.num_chunks < 1:
+            raise ValueError(
+                f"schedule.num_chunks={self.num_chunks}: a rank holds at least one stage; set it to 1 or more, or to "
+                "null for the schedule's own number"
             )

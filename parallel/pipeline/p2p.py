@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Axis, ByteMeter, all_reduce
-from parallel.pipeline.action import Kind
+from parallel.pipeline.action import SENDS, Kind, Schedule
+from parallel.pipeline.dependencies import channel_of
 
 _HEADER_ELEMENTS = 64
 _DTYPES = (
@@ -111,6 +112,26 @@ class Channel(NamedTuple):
 _MAX_UNANSWERED = 4
 
 
+def channels_of(schedule: Schedule) -> list[tuple[int, int, Channel]]:
+    """(source rank, destination rank, channel) of every flow of a lowered schedule, in one order on all ranks."""
+    found: set[tuple[int, int, Channel]] = set()
+    for actions in schedule.actions:
+        for action in actions:
+            if action.kind in SENDS:
+                source, destination = channel_of(schedule, action)
+                stage = action.stage + (1 if action.kind is Kind.SEND_F else -1)
+                found.add((source, destination, Channel(stage, action.kind)))
+    return sorted(found)
+
+
+def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    """A process group of global `ranks`, whose members alone call this."""
+    group: object = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
+        ranks, use_local_synchronization=True, group_desc=name
+    )
+    return cast(dist.ProcessGroup, group)
+
+
 @dataclass(slots=True, eq=False)
 class Receipt:
     """A receive under way, to be handed to `Transport.wait`.
@@ -172,21 +193,39 @@ class Transport:
         self.device = device
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
+        self._own: dict[tuple[int, int, Channel], dist.ProcessGroup] = {}
         self._incoming: dict[tuple[int, Channel], _Incoming] = {}
         self._outgoing: dict[tuple[int, Channel], _Outgoing] = {}
 
-    def warm(self) -> None:
-        """Connect to the neighbours now, so that the first step does not pay for it."""
+    def connect(self, schedule: Schedule) -> None:
+        """Set up the communicators of `schedule` now, so that the first step does not pay for it.
+
+        Every rank of the pipeline calls this. gloo tells channels apart by tags; NCCL knows no tags and matches
+        messages in the order of one communicator, so each channel there gets its own.
+        """
         for group in (self._group, self._reverse_group):
             if group is not None and group.size() > 1:
                 all_reduce(torch.zeros((), device=self.device), Axis(group=group))
+        if self.device.type != "cuda" or self._group is None:
+            return
+        for source, destination, channel in channels_of(schedule):
+            if self.rank in (source, destination):
+                ranks = [dist.get_global_rank(self._group, rank) for rank in (source, destination)]
+                group = new_group(ranks, f"pipeline {source} to {destination}: {channel}")
+                self._own[source, destination, channel] = group
+                all_reduce(torch.zeros((), device=self.device), Axis(group=group))
 
-    def _group_to(self, peer: int, *, receiving: bool = False) -> dist.ProcessGroup:
-        """The communicator of messages to (from, where `receiving`) `peer`."""
-        downwards = (peer > self.rank) != receiving
-        group = self._group if downwards else self._reverse_group
+    def _link(
+        self, peer: int, channel: Channel, *, receiving: bool = False
+    ) -> tuple[dist.ProcessGroup, int]:
+        """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""
+        ends = (peer, self.rank) if receiving else (self.rank, peer)
+        own = self._own.get((*ends, channel))
+        if own is not None:
+            return own, int(peer > self.rank)
+        group = self._group if ends[0] < ends[1] else self._reverse_group
         assert group is not None, "a schedule over several ranks needs a process group"
-        return group
+        return group, peer
 
     def incoming(self, peer: int, channel: Channel) -> _Incoming:
         return self._incoming.setdefault((peer, channel), _Incoming())
@@ -219,10 +258,10 @@ class Transport:
                     "for the one before, though their inputs had the same shapes; a stage whose output shape "
                     "depends on values needs uniform_shapes=False"
                 )
-        group = self._group_to(peer)
+        group, group_peer = self._link(peer, channel)
         try:
             for tensor in payload:
-                work = dist.isend(tensor, group=group, group_dst=peer, tag=channel.tag)
+                work = dist.isend(tensor, group=group, group_dst=group_peer, tag=channel.tag)
                 assert work is not None
                 works.append(work)
                 if self._meter is not None:
@@ -293,8 +332,8 @@ class Transport:
         receipt.works = [self._irecv(tensor, receipt) for tensor in receipt.tensors]
 
     def _irecv(self, tensor: Tensor, receipt: Receipt) -> dist.Work:
-        group = self._group_to(receipt.peer, receiving=True)
-        work = dist.irecv(tensor, group=group, group_src=receipt.peer, tag=receipt.channel.tag)
+        group, group_peer = self._link(receipt.peer, receipt.channel, receiving=True)
+        work = dist.irecv(tensor, group=group, group_src=group_peer, tag=receipt.channel.tag)
         assert work is not None
         return work
 

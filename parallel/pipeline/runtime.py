@@ -32,11 +32,17 @@ class StepResult:
     losses: [num_microbatches] fp32, in micro-batch order, not scaled; zero for micro-batches whose last stage
         is elsewhere, unless losses were shared.
     outputs: the last stage's outputs in micro-batch order where asked for; None for those computed elsewhere.
+    recorder: what was measured.
     """
 
     losses: Tensor
     outputs: tuple[Any, ...] | None
-    trace: Trace
+    recorder: Recorder
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank did, and when. On CUDA reading it waits for the device."""
+        return self.recorder.trace()
 
 
 class Runtime:
@@ -79,7 +85,7 @@ class Runtime:
         self.schedule = schedule
         self._uniform_shapes = uniform_shapes
         self._forward_schedule: Schedule | None = None
-        self._recorder = Recorder(self.device)
+        self._recorder = Recorder(self.device)  # of the step under way
         self._step = _StepState()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -91,10 +97,11 @@ class Runtime:
             Kind.RECV_F: self._receive_activation,
             Kind.SEND_B: self._send_gradient,
             Kind.RECV_B: self._receive_gradient,
-            Kind.UNSHARD: lambda action: self.stages[action.stage].parameters.unshard(),
-            Kind.RESHARD: lambda action: self.stages[action.stage].parameters.reshard(),
-            Kind.REDUCE_GRAD: lambda action: self.stages[action.stage].parameters.reduce_grad(),
+            Kind.UNSHARD: self._unshard,
+            Kind.RESHARD: self._reshard,
+            Kind.REDUCE_GRAD: self._reduce_grad,
         }
+        self.transport.connect(schedule)
 
     def step(
         self,
@@ -105,6 +112,7 @@ class Runtime:
         loss_reduction: str = "mean",
         share_losses: bool = True,
         return_outputs: bool = False,
+        recorder: Recorder | None = None,
     ) -> StepResult:
         """Forward and backward of every micro-batch; gradients are accumulated and reduced over copies.
 
@@ -113,15 +121,19 @@ class Runtime:
         loss_fn: (output, target) -> scalar, called on the last stage.
         loss_reduction: `mean` differentiates the mean over micro-batches, `sum` their sum.
         share_losses: every rank of the pipeline gets all losses (one small all-reduce).
+        recorder: of a step that has begun and goes on afterwards (the optimizer); None: the step is this call.
 
         Raises ValueError: where inputs or targets do not fit the schedule. PipelineError: where a peer is lost.
         """
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction='{loss_reduction}': must be 'mean' or 'sum'")
         scale = 1.0 / self.schedule.num_microbatches if loss_reduction == "mean" else 1.0
+        recorder = recorder or Recorder(self.device)
         for stage in self.stages.values():
             stage.parameters.begin_step()
-        return self._run(self.schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs)
+        return self._run(
+            self.schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder
+        )
 
     def evaluate(
         self,
@@ -140,7 +152,14 @@ class Runtime:
             with torch.no_grad():
                 self._forward_schedule = self._forward_schedule or forward_only(self.schedule)
                 return self._run(
-                    self._forward_schedule, inputs, targets, loss_fn, 1.0, share_losses, return_outputs
+                    self._forward_schedule,
+                    inputs,
+                    targets,
+                    loss_fn,
+                    1.0,
+                    share_losses,
+                    return_outputs,
+                    Recorder(self.device),
                 )
         finally:
             for index, stage in self.stages.items():
@@ -155,6 +174,7 @@ class Runtime:
         scale: float,
         share_losses: bool,
         return_outputs: bool,
+        recorder: Recorder,
     ) -> StepResult:
         count, last = schedule.num_microbatches, schedule.num_stages - 1
         self._step = step = _StepState(
@@ -174,37 +194,38 @@ class Runtime:
                     if schedule.direction_of(microbatch) == direction
                 }
                 step.uniform[0, direction] = self._uniform_shapes and len(shapes) == 1
-        self._recorder.start()
+        self._recorder = recorder
         try:
-            for action in schedule.actions[self.rank]:
-                try:
-                    self._handlers[action.kind](action)
-                except Exception as error:
-                    error.add_note(f"in action {action} of pipeline rank {self.rank} ({schedule.name})")
-                    raise
-            with self._recorder.record(Activity.SEND_WAIT, -1, None):
-                self.transport.finish_step()
-            for index, stage in self.stages.items():
-                assert stage.num_live == 0, "the schedule left activations behind"
-                assert stage.weight_grads.is_empty, "the schedule left weight gradients behind"
-                if torch.is_grad_enabled():
-                    with self._recorder.record(Activity.REDUCE_WAIT, index, None):
-                        stage.parameters.finish_step()
+            with recorder.pipeline():
+                self._execute(schedule)
         except BaseException:
             for stage in self.stages.values():
                 stage.discard()
             raise
         if share_losses and self.group is not None and self.transport.size > 1:
-            all_reduce(step.losses, Axis(group=self.group))
+            with recorder.record(Activity.COLLECTIVE_WAIT):
+                all_reduce(step.losses, Axis(group=self.group))
         outputs = None if step.outputs is None else tuple(step.outputs.get(index) for index in range(count))
-        held = sum(stage.weight_grads.peak_held_bytes for stage in self.stages.values())
-        trace = Trace(
-            intervals=self._recorder.intervals(),
-            peak_live_activations=step.peak_live,
-            peak_held_weight_grad_bytes=held,
-        )
         self._step = _StepState()
-        return StepResult(losses=step.losses, outputs=outputs, trace=trace)
+        recorder.stop()
+        return StepResult(losses=step.losses, outputs=outputs, recorder=recorder)
+
+    def _execute(self, schedule: Schedule) -> None:
+        """Every action of this rank, and the end of what they started."""
+        for action in schedule.actions[self.rank]:
+            try:
+                self._handlers[action.kind](action)
+            except Exception as error:
+                error.add_note(f"in action {action} of pipeline rank {self.rank} ({schedule.name})")
+                raise
+        with self._recorder.record(Activity.SEND_WAIT):
+            self.transport.finish_step()
+        for index, stage in self.stages.items():
+            assert stage.num_live == 0, "the schedule left activations behind"
+            assert stage.weight_grads.is_empty, "the schedule left weight gradients behind"
+            if torch.is_grad_enabled():
+                with self._recorder.record(Activity.REDUCE, index):
+                    stage.parameters.finish_step()
 
     def _forward(self, action: Action) -> None:
         step, stage, microbatch = self._step, self.stages[action.stage], _microbatch(action)
@@ -234,7 +255,8 @@ class Runtime:
                 step.handed[stage.index + 1, Kind.F, microbatch] = tuple(out.detach() for out in outputs)
             else:
                 step.to_send[stage.index, Kind.F, microbatch] = outputs
-        step.peak_live = max(step.peak_live, sum(held.num_live for held in self.stages.values()))
+        live = sum(held.num_live for held in self.stages.values())
+        self._recorder.peak_live_activations = max(self._recorder.peak_live_activations, live)
 
     def _loss(self, stage: Stage, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         step = self._step
@@ -253,7 +275,8 @@ class Runtime:
             if receipt := step.receipts.pop((stage.index, Kind.RECV_B, microbatch), None):
                 with self._recorder.record(Activity.RECEIVE_WAIT, stage.index, microbatch):
                     grads = self.transport.wait(receipt)
-                self.transport.answered(receipt.peer, Channel(stage.index + 1, Kind.SEND_F), microbatch)
+                with self._recorder.record(Activity.SEND_WAIT, stage.index, microbatch):
+                    self.transport.answered(receipt.peer, Channel(stage.index + 1, Kind.SEND_F), microbatch)
             else:
                 grads = step.handed.pop((stage.index, Kind.B, microbatch))
             del step.output_specs[stage.index, microbatch]
@@ -263,6 +286,10 @@ class Runtime:
             Activity.INPUT_GRADIENT if defer else Activity.BACKWARD, stage.index, microbatch
         ):
             grad_inputs = stage.backward(microbatch, grads, defer=defer)
+        if defer:
+            held_bytes = sum(held.weight_grads.held_bytes for held in self.stages.values())
+            peak = max(self._recorder.peak_held_weight_grad_bytes, held_bytes)
+            self._recorder.peak_held_weight_grad_bytes = peak
         if stage.index > 0:
             if step.schedule.rank_of(stage.index - 1, microbatch) == self.rank:
                 step.handed[stage.index - 1, Kind.B, microbatch] = grad_inputs
@@ -281,13 +308,14 @@ class Runtime:
     def _send_activation(self, action: Action) -> None:
         step, microbatch = self._step, _microbatch(action)
         outputs = step.to_send.pop((action.stage, Kind.F, microbatch))
-        self.transport.send(
-            step.schedule.rank_of(action.stage + 1, microbatch),
-            Channel(action.stage + 1, Kind.SEND_F),
-            microbatch,
-            outputs,
-            uniform=step.uniform[action.stage, step.schedule.direction_of(microbatch)],
-        )
+        with self._recorder.record(Activity.SEND_WAIT, action.stage, microbatch):
+            self.transport.send(
+                step.schedule.rank_of(action.stage + 1, microbatch),
+                Channel(action.stage + 1, Kind.SEND_F),
+                microbatch,
+                outputs,
+                uniform=step.uniform[action.stage, step.schedule.direction_of(microbatch)],
+            )
 
     def _receive_activation(self, action: Action) -> None:
         step, microbatch = self._step, _microbatch(action)
@@ -297,13 +325,14 @@ class Runtime:
 
     def _send_gradient(self, action: Action) -> None:
         step, microbatch = self._step, _microbatch(action)
-        self.transport.send(
-            step.schedule.rank_of(action.stage - 1, microbatch),
-            Channel(action.stage - 1, Kind.SEND_B),
-            microbatch,
-            step.to_send.pop((action.stage, Kind.B, microbatch)),
-            uniform=True,
-        )
+        with self._recorder.record(Activity.SEND_WAIT, action.stage, microbatch):
+            self.transport.send(
+                step.schedule.rank_of(action.stage - 1, microbatch),
+                Channel(action.stage - 1, Kind.SEND_B),
+                microbatch,
+                step.to_send.pop((action.stage, Kind.B, microbatch)),
+                uniform=True,
+            )
 
     def _receive_gradient(self, action: Action) -> None:
         peer = self._step.schedule.rank_of(action.stage + 1, _microbatch(action))
@@ -326,8 +355,20 @@ class Runtime:
                     peer, Channel(stage, Kind.SEND_B), microbatch, differentiable
                 )
 
+    def _unshard(self, action: Action) -> None:
+        with self._recorder.record(Activity.COLLECTIVE_WAIT, action.stage):
+            self.stages[action.stage].parameters.unshard()
+
+    def _reshard(self, action: Action) -> None:
+        with self._recorder.record(Activity.COLLECTIVE_WAIT, action.stage):
+            self.stages[action.stage].parameters.reshard()
+
+    def _reduce_grad(self, action: Action) -> None:
+        with self._recorder.record(Activity.REDUCE, action.stage):
+            self.stages[action.stage].parameters.reduce_grad()
+
     def _wait_unshard(self, stage: Stage, microbatch: int) -> None:
-        with self._recorder.record(Activity.UNSHARD_WAIT, stage.index, microbatch):
+        with self._recorder.record(Activity.COLLECTIVE_WAIT, stage.index, microbatch):
             stage.parameters.wait_unshard()
 
 
@@ -354,7 +395,6 @@ class _StepState:
         self.output_specs: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
         self.unposted: dict[tuple[int, int], deque[int]] = {}
         self.uniform: dict[tuple[int, int], bool] = {}
-        self.peak_live = 0
 
 
 def _microbatch(action: Action) -> int:

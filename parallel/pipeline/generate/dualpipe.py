@@ -48,11 +48,25 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    """One rank's list, in the eight phases of the schedule."""
-    half = num_ranks // 2
     depth = min(rank, num_ranks - 1 - rank)
+    in_second_half = rank >= num_ranks // 2
+    issuer = Issuer(
+        stage={NEAR: depth, FAR: num_ranks - 1 - depth},
+        first={
+            NEAR: in_second_half * num_microbatches // 2,
+            FAR: (not in_second_half) * num_microbatches // 2,
+        },
+    )
+    return eight_phases(issuer, depth=depth, half=num_ranks // 2, share=num_microbatches // 2)
+
+
+def eight_phases(issuer: Issuer, *, depth: int, half: int, share: int) -> tuple[Action, ...]:
+    """One rank's list, in the eight phases of the schedule.
+
+    depth: ranks between this one and its end of the pipeline. half: ranks from there to the middle.
+    share: micro-batches of either direction.
+    """
     inner = half - depth - 1  # ranks between this one and the middle
-    issuer = _Issuer(rank, num_ranks, num_microbatches)
     forward, backward = issuer.forward, issuer.backward
     actions: list[Action] = []
 
@@ -62,7 +76,7 @@ def _of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, 
         actions += [forward(NEAR), forward(FAR)]
     for _ in range(inner):
         actions += [issuer.input_gradient(FAR), issuer.weight_gradient(), forward(FAR)]
-    for turn in range(num_microbatches // 2 - num_ranks + depth + 1):
+    for turn in range(share - 2 * half + depth + 1):
         if turn == 0 and inner == 0:
             # The far backward of a middle rank follows its neighbour's forward, with nothing to hide behind.
             actions += [forward(NEAR), backward(FAR)]
@@ -81,17 +95,14 @@ def _of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, 
     return tuple(actions)
 
 
-class _Issuer:
-    """Hands out one rank's actions, each kind's micro-batches in order."""
+class Issuer:
+    """Hands out one rank's actions, each kind's micro-batches in order.
 
-    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
-        in_second_half = rank >= num_ranks // 2
-        near_stage = min(rank, num_ranks - 1 - rank)
-        self._stage = {NEAR: near_stage, FAR: num_ranks - 1 - near_stage}
-        first = {
-            NEAR: in_second_half * num_microbatches // 2,
-            FAR: (not in_second_half) * num_microbatches // 2,
-        }
+    stage, first: of the near and the far direction, the stage on this rank and the first micro-batch.
+    """
+
+    def __init__(self, *, stage: dict[int, int], first: dict[int, int]) -> None:
+        self._stage = stage
         self._next_forward = dict(first)
         self._next_backward = dict(first)
         self._deferred: deque[tuple[int, int]] = deque()

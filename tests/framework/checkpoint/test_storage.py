@@ -18,7 +18,7 @@ from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.manifest import CheckpointError, latest, read_metadata, step_folder
 from framework.checkpoint.storage import load, read_rank_state, save
 from parallel.parameters import ParameterPlacement
-from tests.rank_pool import RankFailure, RankPool
+from tests.rank_pool import RankError, RankPool
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "model.embedding.weight": ((10, 6), torch.float32),
@@ -317,6 +317,6 @@ def _missing_on_one_rank(folder: Path) -> str:
 def test_one_rank_s_mistake_is_every_rank_s_error(ranks: RankPool, tmp_path: Path) -> None:
     try:
         messages = ranks.run(_missing_on_one_rank, 3, step_folder(tmp_path, 1))
-    except RankFailure as failure:
+    except RankError as failure:
         pytest.fail(str(failure))
     assert len(set(messages)) == 1

@@ -19,12 +19,22 @@ RECORD = StepRecord(
     mfu=None,
     busy_s=(0.4, 0.3),
     idle_s=(0.1, 0.2),
+    time_s={
+        "forward": (0.2, 0.15),
+        "backward": (0.2, 0.15),
+        "receive_wait": (0.05, 0.1),
+        "other": (0.05, 0.1),
+    },
     bubble_measured=0.3,
+    bubble_measured_span=0.28,
     bubble_simulated=0.25,
+    bubble_simulated_span=0.2,
     bubble_formula=None,
+    work_inflation=None,
     bytes_by_axis={"tensor": 100, "pipeline": 20},
     peak_memory_bytes=4096,
     peak_live_activations=(2, 1),
+    peak_held_weight_grad_bytes=(512, 0),
 )
 SUMMARY = RunSummary(
     run_dir="/runs/one",

@@ -136,14 +136,17 @@ def test_a_missing_kind_is_noticed_though_consistent(name: str) -> None:
 def test_an_order_that_buffers_forgive_and_rendezvous_does_not() -> None:
     schedule = executable("dualpipe", 2, 4, zero_stage=0)
     late = schedule.with_actions(
-        sorted_receives_last_moment(schedule, rank) for rank in range(schedule.num_ranks)
+        receives_at_the_last_moment(schedule, rank) for rank in range(schedule.num_ranks)
     )
     with pytest.raises(ScheduleError, match="though not with buffered sends"):
         verify(late)
 
 
-def sorted_receives_last_moment(schedule: Schedule, rank: int) -> list[Action]:
-    """Both ranks send first and post their receives right before use: each waits in its send for the other."""
+def receives_at_the_last_moment(schedule: Schedule, rank: int) -> list[Action]:
+    """The list of `rank` with each receive right before its use.
+
+    Neighbours that send to each other at the same time then wait, each in its send, for the other's receive.
+    """
     result: list[Action] = []
     pending: dict[tuple[int, int], Action] = {}
     for action in schedule.actions[rank]:

@@ -20,6 +20,7 @@ from parallel.pipeline.passes import add_communication, lower
 from parallel.pipeline.text import from_csv, grid, to_csv
 from parallel.pipeline.verify import verify
 from tests.parallel.pipeline.test_generate import fitting_sizes
+from tests.parallel.pipeline.test_mutation import receives_at_the_last_moment
 
 
 @given(sizes=fitting_sizes())
@@ -73,14 +74,16 @@ def test_torch_loads_the_files(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 def test_torchs_simulator_runs_what_we_lower(name: str) -> None:
+    """There a receive waits for its message, here it is posted ahead: so it takes them at the last moment."""
     lowered = add_communication(generate(name, 4, 8))
-    order = {
-        rank: [_Action.from_str(str(action)) for action in actions]
-        for rank, actions in enumerate(lowered.actions)
-    }
+    lists = [list(map(str, receives_at_the_last_moment(lowered, rank))) for rank in range(4)]
+    assert [sorted(actions) for actions in lists] == [
+        sorted(map(str, actions)) for actions in lowered.actions
+    ]
+    order = {rank: [_Action.from_str(action) for action in actions] for rank, actions in enumerate(lists)}
     steps = _simulate_comms_compute(order, lambda stage: stage, lowered.num_stages)
-    for rank, actions in enumerate(lowered.actions):
-        assert [str(action) for action in steps[rank] if action is not None] == list(map(str, actions))
+    for rank, actions in enumerate(lists):
+        assert [str(action) for action in steps[rank] if action is not None] == actions
 
 
 def test_what_torch_lowers_is_verified_here(tmp_path: Path) -> None:

@@ -133,15 +133,15 @@ def test_the_grid_is_cut_around_the_action() -> None:
 
 
 def test_time_is_linear() -> None:
-    """Four times the actions take far less than sixteen times as long."""
+    """Eight times the actions take far less than 64 times as long."""
 
     def seconds(num_microbatches: int) -> float:
         schedule = lower(generate("1f1b", 8, num_microbatches), zero_stage=3)
         times: list[float] = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             verify(schedule)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
-    assert seconds(1024) < 10 * seconds(256)
+    assert seconds(512) < 24 * seconds(64)

@@ -1,0 +1,194 @@
+"""Two stages a rank in a V: ZB-V, V-Half and V-Min, each with its bound on memory.
+
+Rank r holds the stages r and 2p-1-r, so a micro-batch goes down the ranks and comes back up, forward and backward,
+and the ranks' memory is even. Each generator gives every rank the order of its F and I; `fill` then places the
+weight gradients in a run where every action takes one unit: where a rank would wait, and where it would hold
+too much.
+
+ZB-V: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241v1, section 6. V-Half, V-Min: Qi et al.,
+Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: a schedule repeats one micro-batch's building
+block every 6 units (2F + 2I + 2W of a rank), so the lifespans in the block set the memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.dependencies import Product, gives, microbatch_of, needs
+
+_INTERVAL = 6
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """The rank of each of 2 * `num_ranks` stages: down the ranks, and back."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-V: no bubble within a rank's span at F = I = W, with the memory of 1F1B.
+
+    A rank holds at most 2p activations and weight gradients to be computed, counted together; each is half a
+    rank's layers, so that is p micro-batches. It has its full effect from 2p-1 micro-batches on.
+    """
+    orders = [_zbv_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    return _schedule("zbv", num_microbatches, orders, max_held=2 * num_ranks)
+
+
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Half: about half the bubble of 1F1B at F = I = W, with half its memory.
+
+    A rank holds at most 2 ((p+2) // 2) activations and weight gradients to be computed, counted together: (p+2) // 2
+    micro-batches.
+    """
+    # Of the gaps that keep a rank's actions apart, those with which unequal F, I, W add no bubble per micro-batch.
+    turns = (4, 2, 4) if num_ranks % 2 == 0 else (1, 1, 2)
+    orders = _block_orders(num_ranks, num_microbatches, hops=(1, 2, 1, 2), turns=turns)
+    return _schedule("v_half", num_microbatches, orders, max_held=2 * ((num_ranks + 2) // 2))
+
+
+def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Min: about two thirds of the bubble of 1F1B at F = I = W, with a third of its memory.
+
+    A rank holds at most 2 ((p+4) // 3) activations and weight gradients to be computed, counted together: (p+4) // 3
+    micro-batches. Where F, I and W differ, each micro-batch adds to the bubble: the block leaves no slack.
+    """
+    turns = (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1)
+    orders = _block_orders(num_ranks, num_microbatches, hops=(1, 1, 1, 1), turns=turns)
+    return _schedule("v_min", num_microbatches, orders, max_held=2 * ((num_ranks + 4) // 3))
+
+
+def _schedule(
+    name: str, num_microbatches: int, orders: Sequence[Sequence[Action]], *, max_held: int
+) -> Schedule:
+    num_ranks = len(orders)
+    return Schedule(
+        name=name,
+        num_stages=2 * num_ranks,
+        num_microbatches=num_microbatches,
+        placement=(v_placement(num_ranks),),
+        actions=tuple(map(tuple, fill(orders, num_microbatches, max_held=max_held))),
+    )
+
+
+def _zbv_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """Warm-up, groups of F, I, W on either stage in turn, drain; the weight gradients of the drain are left out.
+
+    Fewer than 2p-1 micro-batches run as the first of 2p-1 do.
+    """
+    near, far = rank, 2 * num_ranks - 1 - rank
+    behind = num_ranks - rank
+    total = max(num_microbatches, 2 * num_ranks - 1)
+    slots: list[tuple[Kind, int]] = [(Kind.F, near)] * (2 * behind - 1)
+    slots += [(Kind.F, far), (Kind.F, near)] * rank
+    slots += [(Kind.F, far), (Kind.I, far)] * behind
+    for turn in range(total - num_ranks):
+        if turn < total - 2 * num_ranks + 1 + rank:
+            slots.append((Kind.F, near))
+        slots += [(Kind.I, near), (Kind.F, far), (Kind.I, far)]
+    slots += [(Kind.I, near), (Kind.I, far)] * rank
+    slots += [(Kind.I, near)] * behind
+
+    issued = dict.fromkeys(set(slots), 0)
+    order: list[Action] = []
+    for kind, stage in slots:
+        if issued[kind, stage] < num_microbatches:
+            order.append(Action(stage, kind, issued[kind, stage]))
+        issued[kind, stage] += 1
+    return _with_weights_until_drain(order)
+
+
+def _with_weights_until_drain(order: Sequence[Action]) -> list[Action]:
+    """Each W right behind its I, up to the first I behind the last forward."""
+    last_forward = max(index for index, action in enumerate(order) if action.kind is Kind.F)
+    result: list[Action] = []
+    for index, action in enumerate(order):
+        result.append(action)
+        if action.kind is Kind.I and index <= last_forward + 1:
+            result.append(Action(action.stage, Kind.W, action.microbatch))
+    return result
+
+
+def _block_orders(
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    hops: tuple[int, int, int, int],
+    turns: tuple[int, int, int],
+) -> list[list[Action]]:
+    """The order of F and I on each rank where one building block repeats every 6 units.
+
+    hops: units from one rank to the next on the block's four ways: forward down and up, backward down and up.
+    turns: units from the last rank of one way to the first of the next.
+    """
+    last = num_ranks - 1
+    orders: list[list[Action]] = []
+    up = hops[0] * last + turns[0]
+    down_again = up + hops[1] * last + turns[1]
+    up_again = down_again + hops[2] * last + turns[2]
+    for rank in range(num_ranks):
+        near, far = rank, 2 * num_ranks - 1 - rank
+        block = (
+            (hops[0] * rank, Kind.F, near),
+            (up + hops[1] * (last - rank), Kind.F, far),
+            (down_again + hops[2] * rank, Kind.I, far),
+            (up_again + hops[3] * (last - rank), Kind.I, near),
+        )
+        assert len({time % _INTERVAL for time, _, _ in block}) == len(block), "the blocks collide"
+        timed = sorted(
+            (time + _INTERVAL * microbatch, kind, stage, microbatch)
+            for time, kind, stage in block
+            for microbatch in range(num_microbatches)
+        )
+        orders.append([Action(stage, kind, microbatch) for _, kind, stage, microbatch in timed])
+    return orders
+
+
+def fill(orders: Sequence[Sequence[Action]], num_microbatches: int, *, max_held: int) -> list[list[Action]]:
+    """`orders` with the W that they lack, in a run where every action takes one unit and messages none.
+
+    A rank runs its oldest W where its next action is not ready, or is a forward with which it would hold more
+    than `max_held` activations and weight gradients to be computed. Linear in the number of actions and idle units.
+    """
+    num_ranks = len(orders)
+    num_stages = 2 * num_ranks
+    placed = [{action for action in order if action.kind is Kind.W} for order in orders]
+    total = [6 * num_microbatches] * num_ranks
+    available: set[Product] = set()
+    at, held = [0] * num_ranks, [0] * num_ranks
+    owed: list[deque[Action]] = [deque() for _ in orders]
+    result: list[list[Action]] = [[] for _ in orders]
+    unfinished = list(range(num_ranks))
+    while unfinished:
+        started: list[Action] = []
+        for rank in unfinished:
+            action = orders[rank][at[rank]] if at[rank] < len(orders[rank]) else None
+            waits = (
+                action is None
+                or (action.kind is Kind.F and held[rank] == max_held)
+                or not available.issuperset(needs(action, num_stages))
+            )
+            if not waits:
+                at[rank] += 1
+            elif owed[rank]:
+                action = owed[rank].popleft()
+            else:
+                continue
+            assert action is not None
+            started.append(action)
+            result[rank].append(action)
+            if action.kind is Kind.F:
+                held[rank] += 1
+            elif action.kind is Kind.W:
+                held[rank] -= 1
+            else:
+                weight = Action(action.stage, Kind.W, microbatch_of(action))
+                if weight not in placed[rank]:
+                    owed[rank].append(weight)
+        for action in started:
+            available.update(gives(action))
+        unfinished = [rank for rank in unfinished if len(result[rank]) < total[rank]]
+        # A unit in which no rank starts anything would be followed by another.
+        assert started or not unfinished, "the orders wait for each other, or hold too much"
+    return result

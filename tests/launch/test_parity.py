@@ -1,0 +1,70 @@
+"""`counterflow parity` and `counterflow memory` as commands; their numbers are tested in tests/framework."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config import check
+from launch.compose import compose_config
+from launch.parity import grid, layout_text
+
+_ROOT = Path(__file__).parents[2]
+_TINY = [
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "parallel.tensor_parallel_size=1",
+    "parallel.data_parallel_size=1",
+    "schedule.num_microbatches=4",
+    "data.seq_length=16",
+    "data.micro_batch_size=1",
+    "data.max_bytes=400000",
+    "tokenizer.vocab_size=300",
+]
+
+
+def _json(command: str, tmp_path: Path, *words: str) -> Any:
+    overrides = [*_TINY, f"data.cache_dir={tmp_path / 'cache'}", f"launcher.runs_dir={tmp_path / 'runs'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", command, "--json", *words, *overrides],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_the_grid_is_every_layout_that_fits_eight_ranks() -> None:
+    layouts = list(grid())
+    # 11 meshes of at most 8 ranks, 4 of them with one stage, which dualpipe does not fit; 4 stages of ZeRO.
+    assert len(layouts) == (7 * 3 + 4 * 2) * 4
+    assert len(set(map(tuple, layouts))) == len(layouts)
+    for overrides in (layouts[0], layouts[-1]):
+        check(compose_config(overrides))
+    assert layout_text(compose_config(layouts[-1])) == "tp2 pp4 dp1 zero3 dualpipe"
+
+
+def test_parity_of_two_stages_holds(tmp_path: Path) -> None:
+    result = _json("parity", tmp_path)
+    assert result["layout"] == "tp1 pp2 dp1 zero3 dualpipe"
+    assert result["holds"] is True
+    assert 0 <= result["loss_rel"] <= 1e-5
+    assert 0 <= result["grad_rel"] <= 1e-5
+    assert result["param_rel"] < 1e-3
+    # The tensors that were compared are gone, the config stays.
+    assert [path.name for path in Path(result["run_dir"]).iterdir()] == ["config.yaml"]
+
+
+def test_memory_of_a_sweep(tmp_path: Path) -> None:
+    sharded, whole = _json("memory", tmp_path, "--multirun", "zero.stage=3,0")
+    assert len(sharded["ranks"]) == 2
+    # Two copies of each stage: sharded over the pair they cost half of two whole ones.
+    assert sharded["persistent_mean"] / whole["persistent_mean"] == pytest.approx(0.5, rel=0.02)
