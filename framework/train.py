@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,84 +18,21 @@ from torch import Tensor
 from torch.utils import deterministic as deterministic_kernels
 
 from framework import run_checkpoint
-from framework.build import COMPUTE_DTYPES, Assembly, build, start_process_group
+from framework.build import Assembly, build, start_process_group
 from framework.config import TrainConfig, to_mapping
 from framework.lr import learning_rate
+from framework.measure import StepOutcome, gather_timeline, measure, step_record, timeline_is_due
 from framework.metrics.console import ConsoleSink
-from framework.metrics.hardware import device_name, peak_flops
 from framework.metrics.plot import plot_loss
 from framework.metrics.record import Bubbles, RunSummary, StepRecord
-from framework.metrics.sinks import Sink, Status, open_sinks, wandb_dir
+from framework.metrics.sinks import Sink, Status, log_picture, open_sinks, wandb_dir
+from framework.metrics.timeline import Timeline
+from framework.metrics.timeline_render import write_files
 from framework.run import RunContext
-from parallel.collectives import all_gather_into, all_reduce
+from parallel.collectives import all_reduce
 from parallel.loss import vocab_parallel_cross_entropy
-from parallel.pipeline.trace import (
-    CATEGORIES,
-    COMPUTE_CATEGORIES,
-    OTHER,
-    Activity,
-    Inflation,
-    Recorder,
-    Trace,
-    clock_id,
-)
+from parallel.pipeline.trace import Activity, Recorder
 from parallel.zero import add_tied_gradients
-
-BYTE_AXES = ("tensor", "data", "pipeline", "world")
-
-
-class RankStep(NamedTuple):
-    """What one rank measured in a step; every field is a number, gathered from all ranks as one vector.
-
-    forward_s to other_s: the account of the step, the categories of parallel.pipeline.trace in their order.
-    split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
-    start_s, clock_id: when the step began, and on which clock.
-    """
-
-    loss: float
-    step_s: float
-    pipeline_s: float
-    span_s: float
-    forward_s: float
-    backward_s: float
-    input_gradient_s: float
-    weight_gradient_s: float
-    receive_wait_s: float
-    send_wait_s: float
-    collective_wait_s: float
-    reduce_s: float
-    optimizer_s: float
-    other_s: float
-    split_backward_s: float
-    whole_backward_s: float
-    start_s: float
-    clock_id: float
-    peak_live_activations: float
-    peak_held_weight_grad_bytes: float
-    peak_memory_bytes: float
-    tensor_bytes: float
-    data_bytes: float
-    pipeline_bytes: float
-    world_bytes: float
-
-    @property
-    def account(self) -> dict[str, float]:
-        """Seconds in each category; they add up to `step_s`."""
-        return {category: getattr(self, f"{category}_s") for category in CATEGORIES}
-
-    @property
-    def busy_s(self) -> float:
-        return sum(getattr(self, f"{category}_s") for category in COMPUTE_CATEGORIES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """A step's result before it is a record: the same on every rank, but for `trace`, which is this rank's."""
-
-    grad_norm: float
-    learning_rate: float
-    ranks: tuple[RankStep, ...]
-    trace: Trace
 
 
 def token_loss(assembly: Assembly, num_valid_tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -136,9 +71,9 @@ def forward_backward(assembly: Assembly, step: int, recorder: Recorder) -> float
 
 def train_step(assembly: Assembly, step: int) -> StepOutcome:
     """One optimizer step over the global batch of `step`."""
-    config, meter = assembly.config, assembly.axes.meter
+    config = assembly.config
     recorder = Recorder(assembly.device)
-    meter.reset()
+    assembly.axes.meter.reset()
     loss = forward_backward(assembly, step, recorder)
     rate = learning_rate(
         config.optimizer.lr_schedule,
@@ -151,102 +86,8 @@ def train_step(assembly: Assembly, step: int) -> StepOutcome:
         grad_norm = assembly.optimizer.step(rate, recorder)
     recorder.stop()
     trace = recorder.trace()
-    sent = meter.sent_bytes()
-    inflation = trace.inflation() or Inflation(0.0, 0.0)
-    mine = RankStep(
-        loss=loss,
-        step_s=trace.step_s,
-        pipeline_s=trace.pipeline_s,
-        span_s=trace.span_s,
-        **{f"{category}_s": seconds for category, seconds in trace.account().items()},
-        split_backward_s=inflation.split_s,
-        whole_backward_s=inflation.whole_s,
-        start_s=trace.start_s,
-        clock_id=clock_id(),
-        peak_live_activations=trace.peak_live_activations,
-        peak_held_weight_grad_bytes=trace.peak_held_weight_grad_bytes,
-        peak_memory_bytes=_peak_memory_bytes(assembly.device),
-        **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
-    )
-    return StepOutcome(grad_norm=grad_norm, learning_rate=rate, ranks=_gather(assembly, mine), trace=trace)
-
-
-def _gather(assembly: Assembly, mine: RankStep) -> tuple[RankStep, ...]:
-    vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
-    everyone = torch.empty(assembly.axes.world.size * len(mine), dtype=torch.float64, device=assembly.device)
-    all_gather_into(everyone, vector, assembly.axes.world)
-    return tuple(RankStep(*values) for values in everyone.view(-1, len(mine)).tolist())
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepRecord:
-    """The record of a step from what its ranks measured.
-
-    bubble_measured is 1 - busy / (ranks x makespan): busy is time in F, B, I and W; the makespan is the longest
-    time of any rank from its first action to the end of its last gradient reduction, without the optimizer.
-    """
-    config, ranks = assembly.config, outcome.ranks
-    step_s = max(rank.step_s for rank in ranks)
-    makespan_s = max(rank.pipeline_s for rank in ranks)
-    by_stage: list[list[RankStep]] = [[] for _ in range(config.parallel.pipeline_parallel_size)]
-    for index, rank in enumerate(ranks):
-        by_stage[config.parallel.coordinate_of(index).pipeline].append(rank)
-    busy_s = tuple(_mean(rank.busy_s for rank in members) for members in by_stage)
-    mean_busy_s = _mean(busy_s)
-    accounts = [
-        [rank.account | {OTHER: rank.other_s + step_s - rank.step_s} for rank in of] for of in by_stage
-    ]
-    whole_backward_s = sum(rank.whole_backward_s for rank in ranks)
-    num_samples = assembly.train.global_batch_size
-    num_tokens = num_samples * config.data.seq_length
-    flops_per_s = num_tokens * assembly.training_flops_per_token / step_s / len(ranks)
-    peak = peak_flops(device_name(assembly.device), COMPUTE_DTYPES[config.precision.compute])
-    return StepRecord(
-        step=step,
-        loss=sum(rank.loss for rank in ranks),
-        grad_norm=outcome.grad_norm,
-        learning_rate=outcome.learning_rate,
-        step_s=step_s,
-        num_tokens=num_tokens,
-        tokens_per_s=num_tokens / step_s,
-        samples_per_s=num_samples / step_s,
-        model_tflops_per_rank=flops_per_s / 1e12,
-        mfu=None if peak is None else flops_per_s / peak,
-        busy_s=busy_s,
-        idle_s=tuple(makespan_s - busy for busy in busy_s),
-        # Tenths of a microsecond: the clock gives no more, and the lines stay short.
-        time_s={
-            category: tuple(round(_mean(each[category] for each in of), 7) for of in accounts)
-            for category in CATEGORIES
-        },
-        bubble_measured=1 - mean_busy_s / makespan_s,
-        bubble_measured_span=1 - mean_busy_s / max(rank.span_s for rank in ranks),
-        bubble_simulated=assembly.expected_bubble.simulated,
-        bubble_simulated_span=assembly.expected_bubble.simulated_span,
-        bubble_formula=assembly.expected_bubble.formula,
-        work_inflation=sum(rank.split_backward_s for rank in ranks) / whole_backward_s
-        if whole_backward_s
-        else None,
-        bytes_by_axis={
-            axis: int(sum(getattr(rank, f"{axis}_bytes") for rank in ranks)) for axis in BYTE_AXES
-        },
-        peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in ranks)),
-        peak_live_activations=tuple(
-            int(max(rank.peak_live_activations for rank in members)) for members in by_stage
-        ),
-        peak_held_weight_grad_bytes=tuple(
-            int(max(rank.peak_held_weight_grad_bytes for rank in members)) for members in by_stage
-        ),
-    )
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
+    ranks = measure(assembly, loss, trace)
+    return StepOutcome(grad_norm=grad_norm, learning_rate=rate, ranks=ranks, trace=trace)
 
 
 def evaluate(assembly: Assembly) -> float | None:
@@ -268,11 +109,23 @@ def evaluate(assembly: Assembly) -> float | None:
     return float(total) / assembly.num_validation_batches
 
 
-def train(assembly: Assembly, first_step: int) -> Iterator[StepRecord]:
-    """Train from `first_step` to the end of the config, yielding a record after each step."""
-    training = assembly.config.training
+def train(
+    assembly: Assembly, first_step: int, take_timeline: Callable[[Timeline], None] | None = None
+) -> Iterator[StepRecord]:
+    """Train from `first_step` to the end of the config, yielding a record after each step.
+
+    take_timeline: called on rank 0 with the timeline of each step for which one is due.
+    """
+    config, training = assembly.config, assembly.config.training
     for step in range(first_step, training.num_steps):
-        record = step_record(assembly, step, train_step(assembly, step))
+        outcome = train_step(assembly, step)
+        record = step_record(assembly, step, outcome)
+        if timeline_is_due(config.logger, step, training.num_steps):
+            timeline = gather_timeline(assembly, step, outcome)
+            if timeline is not None and take_timeline is not None:
+                take_timeline(timeline)
+            # All wait here, or the next step would count the drawing as its bubble.
+            dist.barrier(group=assembly.mesh.world)
         done = step + 1
         interval = training.eval_interval_steps
         if done == training.num_steps or (interval and done % interval == 0):
@@ -324,8 +177,13 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
     status: Status = "failed"
     records: list[StepRecord] = []
     started = time.perf_counter()
+
+    def take_timeline(timeline: Timeline) -> None:
+        paths = write_files(timeline, run.run_dir, ("json", "trace", "png"))
+        log_picture(sinks, "timeline", paths["png"], timeline.step)
+
     try:
-        for record in train(assembly, first_step):
+        for record in train(assembly, first_step, take_timeline):
             records.append(record)
             for sink in sinks:
                 sink.log(record)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from framework.config import TrainConfig
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-_OPTIONS = ("--json", "--traceback", "--out", "--cfg", "--multirun", "--config-dir", "--help", "--version")
+_VALUE_OPTIONS = ("--out", "--cfg", "--config-dir", "--step")
+_OPTIONS = (*_VALUE_OPTIONS, "--json", "--traceback", "--multirun", "--help", "--version")
 
 
 class UsageError(ValueError):
@@ -32,7 +33,9 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """A parsed command line. `overrides` keep their order; the rest are the options' values."""
+    """A parsed command line. `overrides` keep their order (for `timeline`: the run's folder); the rest are the
+    options' values.
+    """
 
     command: str | None = None
     overrides: tuple[str, ...] = ()
@@ -42,6 +45,7 @@ class Arguments:
     print_config: bool = False
     multirun: bool = False
     config_dir: Path | None = None
+    step: int | None = None
     help: bool = False
     version: bool = False
 
@@ -65,7 +69,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             raise UsageError(
                 f"{word}: no such option{_near(name, _OPTIONS)}; the options are {', '.join(_OPTIONS)}"
             )
-        if name in ("--out", "--cfg", "--config-dir"):
+        if name in _VALUE_OPTIONS:
             if not has_value:
                 if not rest:
                     raise UsageError(f"{name}: needs a value, as in {_EXAMPLES[name]}")
@@ -77,6 +81,9 @@ def parse(argv: Sequence[str]) -> Arguments:
             values[name] = True
     if (config := values.get("--cfg")) not in (None, "job"):
         raise UsageError(f"--cfg {config}: only the job's config can be printed; write --cfg job")
+    step = str(values.get("--step", "1"))
+    if not step.isdecimal():
+        raise UsageError(f"--step {step}: must be a whole number, as in {_EXAMPLES['--step']}")
     command = words.pop(0) if words else None
     if command is not None and command not in COMMANDS:
         if "=" in command:
@@ -96,6 +103,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         print_config="--cfg" in values,
         multirun="--multirun" in values,
         config_dir=Path(values["--config-dir"]) if "--config-dir" in values else None,
+        step=int(step) if "--step" in values else None,
         help="--help" in values,
         version="--version" in values,
     )
@@ -142,6 +150,8 @@ def _answer_at_once(arguments: Arguments) -> int | None:
 
 
 def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
+    if arguments.command == "timeline":
+        return EXIT_OK, _timeline(arguments)
     from launch.compose import compose_config, compose_mapping, expand_sweep, find_choices, to_yaml
 
     assert arguments.command is not None
@@ -232,6 +242,19 @@ def _simulate(config: TrainConfig, out: Path | None) -> dict[str, Any]:
     # The same schedule and costs give the same pictures, so they have one folder.
     folder = Path(config.launcher.runs_dir) / f"simulate-{name}-{config_hash(config.schedule)[:8]}"
     return run(config.schedule, config.parallel, out or folder, console=Console())
+
+
+def _timeline(arguments: Arguments) -> dict[str, Any]:
+    if len(arguments.overrides) != 1:
+        raise UsageError(
+            f"timeline takes the folder of one run, not {len(arguments.overrides)} words, as in "
+            "counterflow timeline runs/20260131-120000-1a2b3c4d"
+        )
+    from rich.console import Console
+
+    from launch.timeline import run
+
+    return run(Path(arguments.overrides[0]), arguments.step, console=Console())
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
@@ -351,6 +374,7 @@ _EXAMPLES = {
     "--out": "--out results/first",
     "--cfg": "--cfg job",
     "--config-dir": "--config-dir my_conf",
+    "--step": "--step 100",
 }
 
 

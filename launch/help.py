@@ -9,15 +9,18 @@ from textwrap import dedent
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """summary: one line. about: what it does. overrides: the most used ones, (text, meaning). output: where
-    results go. columns: dotted names of the result that a sweep's table shows.
+    results go. columns: dotted names of the result that a sweep's table shows. argument: what the command takes
+    where that is not a config, and then `options`, its own ones.
     """
 
     summary: str
     about: str
-    overrides: tuple[tuple[str, str], ...]
     examples: tuple[tuple[str, str], ...]
     output: str
-    columns: tuple[str, ...]
+    overrides: tuple[tuple[str, str], ...] = ()
+    columns: tuple[str, ...] = ()
+    argument: str = ""
+    options: tuple[tuple[str, str], ...] = ()
 
 
 _LAYOUT = (
@@ -136,6 +139,27 @@ COMMANDS: dict[str, Command] = {
             --json: persistent_max, persistent_mean (bytes), ranks [{parameters, gradients, optimizer, ...}].""",
         columns=("persistent_max", "persistent_mean"),
     ),
+    "timeline": Command(
+        summary="draw a step of a run, measured above simulated, and where its time went",
+        argument="RUN",
+        about="""\
+            Draws what each pipeline rank of a run did in one step: forward, backward, input and weight gradient,
+            and idle time by its cause (waiting to receive, to send, for parameters, for the reduction of gradients).
+            Below it stands the simulation of the same schedule at this step's mean costs. Prints seconds and share
+            of every cause on every rank; they add up to the step.
+            A run keeps the timeline of its last step; logger.timeline_interval_steps=50 keeps every fiftieth too.""",
+        options=(("--step N", "which step, counted from 1; without it the last one kept"),),
+        examples=(
+            ("counterflow timeline runs/20260131-120000-1a2b3c4d", "the last step of this run"),
+            ("counterflow timeline runs/20260131-120000-1a2b3c4d --step 50", "an earlier one"),
+            ("counterflow timeline runs/20260131-120000-1a2b3c4d --json", "the account as JSON"),
+        ),
+        output="""\
+            RUN/timeline/step-<n>: .svg, .png, .html (one page, zooms, needs no network), .trace.json (for
+            ui.perfetto.dev), .json (the data).
+            --json: step, step_s, makespan_s, bubble {measured, measured_span, simulated, simulated_span},
+            work_inflation, account {category: seconds of each pipeline rank}, paths, ...""",
+    ),
 }
 
 _OPTIONS = """\
@@ -156,7 +180,7 @@ exit codes: 0 done, 1 the run failed, 2 a mistake on the command line or in the 
 def program_help() -> str:
     """What `counterflow --help` prints."""
     lines = [
-        "counterflow COMMAND [options] [KEY=VALUE ...]",
+        "counterflow COMMAND [options] [KEY=VALUE ...]     (timeline: the folder of a run)",
         "",
         "Hybrid-parallel pretraining of language models: tensor x pipeline x data from one config.",
         "",
@@ -178,14 +202,15 @@ def program_help() -> str:
 def command_help(name: str) -> str:
     """What `counterflow NAME --help` prints."""
     command = COMMANDS[name]
-    width = max(len(text) for text, _ in command.overrides) + 2
+    rows = command.options or command.overrides
+    width = max(len(text) for text, _ in rows) + 2
     lines = [
-        f"counterflow {name} [options] [KEY=VALUE ...]",
+        f"counterflow {name} [options] {command.argument or '[KEY=VALUE ...]'}",
         "",
         dedent(command.about),
         "",
-        "most used keys:",
-        *(f"  {text:<{width}}{meaning}" for text, meaning in command.overrides),
+        "its own options:" if command.options else "most used keys:",
+        *(f"  {text:<{width}}{meaning}" for text, meaning in rows),
         "",
         "examples:",
         *(f"  {text}\n      {meaning}" for text, meaning in command.examples),

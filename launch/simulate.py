@@ -31,7 +31,9 @@ def run(
     Raises ValueError: sizes that the schedule does not fit.
     """
     num_ranks, num_microbatches = mesh.pipeline_parallel_size, schedule_config.num_microbatches
-    schedule = generate(schedule_config.name, num_ranks, num_microbatches)
+    schedule = generate(
+        schedule_config.name, num_ranks, num_microbatches, num_chunks=schedule_config.num_chunks
+    )
     verify(schedule)
     executable = lower(schedule, zero_stage=3)
     report = verify(executable)

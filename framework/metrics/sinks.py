@@ -77,6 +77,13 @@ def open_sinks(
     return sinks
 
 
+def log_picture(sinks: Sequence[Sink], name: str, path: Path, step: int) -> None:
+    """Hand the PNG at `path` to those of `sinks` that show pictures; `step` is the record's it belongs to."""
+    for sink in sinks:
+        if isinstance(sink, (WandbSink, TensorBoardSink)):
+            sink.picture(name, path, step)
+
+
 def wandb_dir(sinks: Sequence[Sink]) -> str | None:
     """The offline folder of the W&B sink among `sinks`, if there is one."""
     for sink in sinks:
@@ -184,6 +191,12 @@ class WandbSink:
     def log(self, record: StepRecord) -> None:
         self._try(lambda: self._run.log(record.scalars(), step=record.step))
 
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Show the PNG at `path` beside the values of `step`, before or after they are logged."""
+        import wandb
+
+        self._try(lambda: self._run.log({name: wandb.Image(str(path))}, step=step))
+
     def summary(self, summary: RunSummary) -> None:
         values = {
             "final_loss": summary.final_loss,
@@ -234,6 +247,12 @@ class TensorBoardSink:
     def log(self, record: StepRecord) -> None:
         for name, value in record.scalars().items():
             self._writer.add_scalar(name, value, record.step)
+
+    def picture(self, name: str, path: Path, step: int) -> None:
+        """Show the PNG at `path`."""
+        from matplotlib.image import imread
+
+        self._writer.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
 
     def summary(self, summary: RunSummary) -> None:
         self._writer.add_text("summary", f"```\n{summary.to_json()}\n```", summary.steps)

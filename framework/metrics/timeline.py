@@ -34,7 +34,7 @@ class MeasuredCosts(Costs):
 class Timeline:
     """One step of one pipeline; tuples have an entry for each pipeline rank.
 
-    schedule: as it ran, its compute actions alone. clock: how the ranks' times were brought together.
+    step: counted from 0. schedule: as it ran, its compute actions alone. clock: how the ranks' times were brought together.
     traces: what each rank measured; its times start at its own `clock.offsets_s`.
     simulation: the same schedule at `costs`, without communication.
     """
@@ -127,15 +127,15 @@ def build_timeline(
     )
 
 
-def stem(step: int) -> str:
-    """The name of a step's files, without suffix."""
-    return f"step-{step:08d}"
+def step_name(step: int) -> str:
+    """The name of the files of `step`, without suffix. It counts from 1, as the console and checkpoints do."""
+    return f"step-{step + 1:08d}"
 
 
 def recorded_steps(run_dir: Path) -> list[int]:
-    """The steps of the run in `run_dir` that have a timeline, ascending."""
+    """The steps, counted from 0, of the run in `run_dir` that have a timeline, ascending."""
     paths = (run_dir / FOLDER).glob("step-*.json")
-    return sorted(int(path.stem.removeprefix("step-")) for path in paths if path.stem[5:].isdigit())
+    return sorted(int(path.stem[5:]) - 1 for path in paths if path.stem[5:].isdigit())
 
 
 def to_json(timeline: Timeline) -> str:

@@ -1,21 +1,49 @@
-"""A timeline's scene as SVG, as PNG, and as one HTML page with zoom that needs no network."""
+"""The files of a timeline: its data, a trace for Perfetto, and the scene as SVG, PNG and an HTML page with zoom."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from framework.metrics.timeline_scene import MUTED, Bar, Scene, Text
+from framework.metrics.perfetto import trace_events
+from framework.metrics.timeline import FOLDER, Timeline, step_name, to_json
+from framework.metrics.timeline_scene import MUTED, Bar, Scene, Text, scene
 from parallel.pipeline.draw import CHARACTER, FAINT
 
 FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 
 
-def to_svg(drawn: Scene, *, with_hidden_labels: bool = False) -> str:
-    """The scene as an SVG with hover titles; hidden labels are those that fit after zooming in."""
+def write_files(timeline: Timeline, run_dir: Path, kinds: Iterable[str]) -> dict[str, Path]:
+    """Write the timeline into `run_dir`/timeline as each of `kinds`; their paths.
+
+    json: what `read_timeline` reads. trace: for ui.perfetto.dev. svg, png, html: the picture; html zooms.
+    """
+    stem = run_dir / FOLDER / step_name(timeline.step)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    drawn = scene(timeline, run_dir.name)
+    paths: dict[str, Path] = {}
+    for kind in kinds:
+        paths[kind] = path = stem.parent / f"{stem.name}.{'trace.json' if kind == 'trace' else kind}"
+        if kind == "png":
+            write_png(drawn, path)
+        else:
+            path.write_text(_text_of(kind, timeline, drawn), encoding="utf-8")
+    return paths
+
+
+def _text_of(kind: str, timeline: Timeline, drawn: Scene) -> str:
+    if kind == "json":
+        return to_json(timeline) + "\n"
+    if kind == "trace":
+        return json.dumps(trace_events(timeline), separators=(",", ":")) + "\n"
+    return to_html(drawn) if kind == "html" else to_svg(drawn)
+
+
+def to_svg(drawn: Scene, *, for_page: bool = False) -> str:
+    """The scene as an SVG with hover titles. `for_page`: labels that fit only after zooming in are there, hidden."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawn.width:.0f}" height="{drawn.height:.0f}" '
         f'viewBox="0 0 {drawn.width:.0f} {drawn.height:.0f}" font-family={quoteattr(FONT)} font-size="11">',
@@ -43,12 +71,13 @@ def to_svg(drawn: Scene, *, with_hidden_labels: bool = False) -> str:
     parts += [_rect(bar) for bar in drawn.bars if bar.on_scale]
     parts.append('</g><g id="labels" clip-path="url(#plot)" text-anchor="middle" pointer-events="none">')
     for bar in drawn.bars:
-        if bar.label and (with_hidden_labels or bar.shows_label):
+        if bar.shows_label or (bar.label and for_page):
             size = "" if bar.height > 15 else ' font-size="9"'
             hidden = "" if bar.shows_label else ' display="none"'
+            width = f' data-w="{bar.width:.2f}"' if for_page else ""
             parts.append(
                 f'<text x="{bar.x + bar.width / 2:.2f}" y="{bar.y + bar.height / 2 + 3.8:.1f}" '
-                f'fill="{bar.label_colour}"{size}{hidden}>{escape(bar.label)}</text>'
+                f'fill="{bar.label_colour}"{size}{hidden}{width}>{escape(bar.label)}</text>'
             )
     parts.append("</g>")
     parts += [_rect(bar) for bar in drawn.bars if not bar.on_scale]
@@ -149,7 +178,7 @@ def to_html(drawn: Scene) -> str:
     }
     return _PAGE.format(
         title=escape(drawn.title),
-        svg=to_svg(drawn, with_hidden_labels=True),
+        svg=to_svg(drawn, for_page=True),
         data=json.dumps(data),
         script=_SCRIPT,
     )
@@ -184,39 +213,28 @@ what it is</p>
 _SCRIPT = """\
 const svg = document.querySelector('svg'), tip = document.getElementById('tip');
 const groups = svg.querySelectorAll('g[clip-path]'), ticks = document.getElementById('ticks');
-const bars = [...groups[0].children].map(node => {
-  const text = node.querySelector('title');
-  const hover = text ? text.textContent : '';
-  if (text) text.remove();
-  node.hover = hover;
-  return {node, x: +node.getAttribute('x'), w: +node.getAttribute('width')};
-});
-const byPlace = new Map(bars.map(b => [key(b.x + b.w / 2, +b.node.getAttribute('y')), b]));
+for (const text of svg.querySelectorAll('title')) {  // the browser's own hover box comes late
+  text.parentNode.hover = text.textContent;
+  text.remove();
+}
+svg.hover = '';
+const bars = [...groups[0].children].map(node => (
+  {node, x: +node.getAttribute('x'), w: +node.getAttribute('width')}
+));
 const labels = [...groups[1].children].map(node => ({
-  node, x: +node.getAttribute('x'), need: node.textContent.length * scene.character + 2,
-  bar: nearest(+node.getAttribute('x'), +node.getAttribute('y')),
+  node, x: +node.getAttribute('x'), w: +node.dataset.w, need: node.textContent.length * scene.character + 2,
 }));
 let zoom = 1, start = 0;  // `start`: pixels of the unzoomed plot left of the view
 
-function key(x, y) { return x.toFixed(1) + ' ' + y.toFixed(0); }
-function nearest(x, y) {
-  for (let dy = 0; dy < 30; dy += 1) {
-    for (const dx of [0, -0.1, 0.1]) {
-      const bar = byPlace.get(key(x + dx, Math.round(y) - dy));
-      if (bar) return bar;
-    }
-  }
-  return null;
-}
 function place(x) { return scene.left + (x - scene.left - start) * zoom; }
 function draw() {
   for (const {node, x, w} of bars) {
     node.setAttribute('x', place(x).toFixed(2));
     node.setAttribute('width', (w * zoom).toFixed(2));
   }
-  for (const {node, x, need, bar} of labels) {
+  for (const {node, x, w, need} of labels) {
     node.setAttribute('x', place(x).toFixed(2));
-    node.setAttribute('display', bar && bar.w * zoom >= need ? 'inline' : 'none');
+    node.setAttribute('display', w * zoom >= need ? 'inline' : 'none');
   }
   const length = scene.width / scene.scale / zoom, first = start / scene.scale;
   const rough = length / (scene.width / 80), power = 10 ** Math.floor(Math.log10(rough));
@@ -245,8 +263,7 @@ svg.addEventListener('pointermove', event => {
     start -= event.movementX / zoom;
     clamp(); draw();
   }
-  const hover = event.target.hover || (event.target.querySelector && event.target.tagName === 'rect' &&
-    event.target.querySelector('title') || {}).textContent;
+  const hover = event.target.hover;
   tip.style.display = hover ? 'block' : 'none';
   if (hover) {
     tip.textContent = hover;

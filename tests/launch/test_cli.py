@@ -42,6 +42,7 @@ def test_options_may_stand_anywhere() -> None:
         (["train", "--out"], "--out: needs a value"),
         (["train", "--json=yes"], "--json takes no value"),
         (["train", "--cfg", "hydra"], "only the job's config can be printed"),
+        (["timeline", "runs/a", "--step", "last"], "--step last: must be a whole number"),
     ],
 )
 def test_a_slip_on_the_command_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +74,9 @@ def test_every_example_in_the_help_is_valid() -> None:
                 continue
             arguments = parse(words[1:])
             assert arguments.command == name
+            if command.argument:
+                assert len(arguments.overrides) == 1
+                continue
             for overrides in expand_sweep(arguments.overrides, find_choices()):
                 _check(name, compose_config(overrides))
 

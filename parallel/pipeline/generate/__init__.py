@@ -66,9 +66,7 @@ def generator_of(name: str) -> Generator:
     return GENERATORS[name]
 
 
-def generate(
-    name: str, num_ranks: int, num_microbatches: int, *, num_chunks: int | None = None
-) -> Schedule:
+def generate(name: str, num_ranks: int, num_microbatches: int, *, num_chunks: int | None = None) -> Schedule:
     """The schedule called `name`, of compute actions only.
 
     num_chunks: stages that a rank holds for micro-batches of one direction; None: the schedule's own number.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from parallel.pipeline.action import Action, Kind, Schedule
 
 
@@ -30,14 +32,16 @@ def _rounds(num_ranks: int, num_microbatches: int) -> list[range]:
     num_rounds = max(1, num_microbatches // num_ranks)
     size, num_larger = divmod(num_microbatches, num_rounds)
     starts = [index * size + min(index, num_larger) for index in range(num_rounds + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def _of_rank(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Action, ...]:
     rounds = _rounds(num_ranks, num_microbatches)
     stages = range(rank, num_ranks * num_chunks, num_ranks)
     forwards = [Action(stage, Kind.F, index) for turn in rounds for stage in stages for index in turn]
-    backwards = [Action(stage, Kind.B, index) for turn in rounds for stage in reversed(stages) for index in turn]
+    backwards = [
+        Action(stage, Kind.B, index) for turn in rounds for stage in reversed(stages) for index in turn
+    ]
 
     # Two more for each rank behind: one on the way down, one on the way back to this rank's last chunk.
     per_rank_behind = 1 if num_chunks == 1 else 2

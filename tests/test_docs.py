@@ -1,0 +1,90 @@
+"""What the docs show works: every command is run, every link leads somewhere, every table is the code's."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from framework.compositions import to_markdown
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BIN = Path(sys.executable).parent
+# What makes a training command of the docs a matter of seconds; it changes no value the command sets itself.
+SMALL = {
+    "training.num_steps": "2",
+    "data.validation_batches": "1",
+    "data.seq_length": "32",
+    "data.micro_batch_size": "1",
+    "model.hidden_size": "32",
+    "model.intermediate_size": "64",
+    "logger": "jsonl",
+    "launcher.threads_per_rank": "1",
+}
+
+
+def commands() -> list[str]:
+    """The lines of every console block, each once."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        for block in re.findall(r"```console\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            found |= dict.fromkeys(line for line in block.splitlines() if line.strip())
+    return list(found)
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("counterflow")])
+def test_command_of_the_docs_runs(line: str, tmp_path: Path) -> None:
+    text = tmp_path / "doc"
+    text.mkdir()
+    (text / "text.md").write_text((ROOT / "docs" / "concepts.md").read_text() * 20)
+    words = shlex.split(line.replace("/usr/share/doc", str(text)))
+    small = {
+        key: value for key, value in SMALL.items() if not any(word.startswith(f"{key}=") for word in words)
+    }
+    if "runs/RUN" in line:
+        first = [str(BIN / "counterflow"), "train", *(f"{key}={value}" for key, value in small.items())]
+        done = run([*first, "training.num_steps=1", "--out", "runs/RUN"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
+    if words[1] in ("train", "parity", "memory", "profile") and "--cfg" not in words:
+        words += [f"{key}={value}" for key, value in small.items()]
+        words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
+    done = run([str(BIN / words[0]), *words[1:]], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make")])
+def test_make_target_of_the_docs_exists(line: str) -> None:
+    done = run(["make", "--dry-run", *shlex.split(line)[1:]], ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_other_command_of_the_docs_is_known() -> None:
+    """torchrun lines: one node's is run by tests of the library and the launcher, two nodes' cannot be here."""
+    others = [line for line in commands() if not line.startswith(("counterflow", "make"))]
+    assert all("docs/examples/own_loop.py" in line or "-m launch.train" in line for line in others), others
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_the_readmes_table_is_the_codes() -> None:
+    text = (ROOT / "README.md").read_text()
+    table = text.split("<!-- compositions -->\n")[1].split("<!-- /compositions -->")[0]
+    assert table == to_markdown()
