@@ -94,6 +94,13 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError(
             f"{command}: no such command{_near(command, COMMANDS)}; the commands are {', '.join(COMMANDS)}"
         )
+    if command is not None:
+        foreign = ("--out", "--cfg", "--multirun", "--config-dir") if command == "timeline" else ("--step",)
+        for name in foreign:
+            if name in values:
+                raise UsageError(
+                    f"{name}: no option of {command}; `counterflow {command} --help` shows its own"
+                )
     return Arguments(
         command=command,
         overrides=tuple(words),

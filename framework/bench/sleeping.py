@@ -59,25 +59,16 @@ class SleepCosts:
         )
 
 
-def sleep_until_done(seconds: float) -> None:
-    """Sleep for `seconds`, no less and hardly more: the kernel wakes a sleeper late, so the last part is spun."""
-    end = time.perf_counter() + seconds
-    if seconds > 1e-3:
-        time.sleep(seconds - 5e-4)
-    while time.perf_counter() < end:
-        pass
-
-
 class _SleepInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
-        sleep_until_done(forward_s)
+        time.sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        sleep_until_done(ctx.backward_s)
+        time.sleep(ctx.backward_s)
         return grad_outputs[0], None, None
 
 
@@ -89,7 +80,7 @@ class _SleepWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        sleep_until_done(ctx.backward_s)
+        time.sleep(ctx.backward_s)
         return grad_outputs[0], None
 
 
@@ -148,7 +139,7 @@ class SleepingParameters(PlainParameters):
         self._module = module
 
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
-        sleep_until_done(self._module.costs.weight_gradient_s)
+        time.sleep(self._module.costs.weight_gradient_s)
         return super().gradient_buffer(parameter)
 
 

@@ -11,32 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
+from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.simulate import Costs, Simulation, simulate
 from parallel.pipeline.text import from_csv, to_csv
 from parallel.pipeline.trace import OTHER, Activity, Clock, Interval, Trace, mean_seconds
 
 FORMAT, VERSION = "counterflow-timeline", 1
 FOLDER = "timeline"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredCosts(Costs):
-    """Costs as a step had them: the mean time of each kind on each stage, a pair as the sum of its halves."""
-
-    seconds: Mapping[tuple[Kind, int], float]
-
-    def of(self, action: Action) -> float:
-        return sum(self.seconds[leaf.kind, leaf.stage] for leaf in action.leaves)
+_COSTS = ("forward", "input_gradient", "weight_gradient", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """One step of one pipeline; tuples have an entry for each pipeline rank.
 
-    step: counted from 0. schedule: as it ran, its compute actions alone. clock: how the ranks' times were brought together.
-    traces: what each rank measured; its times start at its own `clock.offsets_s`.
-    simulation: the same schedule at `costs`, without communication.
+    step: counted from 0. schedule: as it ran, its compute actions alone.
+    traces: what each rank measured; its times start at its own `clock.offsets_s`. clock: the common one.
+    costs: seconds, the mean of each kind on each stage. simulation: the same schedule at them, without communication.
     """
 
     step: int
@@ -44,7 +35,7 @@ class Timeline:
     global_ranks: tuple[int, ...]
     clock: Clock
     traces: tuple[Trace, ...]
-    costs: MeasuredCosts
+    costs: Costs
     simulation: Simulation
 
     @property
@@ -112,10 +103,7 @@ def build_timeline(
     compute = schedule.with_actions(
         [action for action in actions if action.kind in COMPUTE] for actions in schedule.actions
     )
-    means = mean_seconds(traces)
-    costs = MeasuredCosts(
-        seconds={(Kind(activity.value), stage): time for (activity, stage), time in means.items()}
-    )
+    costs = measured_costs(traces, schedule.num_stages)
     return Timeline(
         step=step,
         schedule=compute,
@@ -124,6 +112,25 @@ def build_timeline(
         traces=tuple(traces),
         costs=costs,
         simulation=simulate(compute, costs),
+    )
+
+
+def measured_costs(traces: Sequence[Trace], num_stages: int) -> Costs:
+    """The mean of each kind on each stage, in seconds; 0 for a kind that did not run, but B is then I + W.
+
+    A pair takes the sum of its halves.
+    """
+    means = mean_seconds(traces)
+
+    def of(activity: Activity) -> tuple[float, ...]:
+        return tuple(means.get((activity, stage), 0.0) for stage in range(num_stages))
+
+    split = tuple(map(sum, zip(of(Activity.INPUT_GRADIENT), of(Activity.WEIGHT_GRADIENT), strict=True)))
+    return Costs(
+        forward=of(Activity.FORWARD),
+        input_gradient=of(Activity.INPUT_GRADIENT),
+        weight_gradient=of(Activity.WEIGHT_GRADIENT),
+        backward=tuple(whole or sum_ for whole, sum_ in zip(of(Activity.BACKWARD), split, strict=True)),
     )
 
 
@@ -143,7 +150,7 @@ def to_json(timeline: Timeline) -> str:
 
     An interval is [activity, stage, micro-batch, start, end], the activity by its index in `activities`, times
     from the start of the step on its rank. A simulated action is [start, end], in the order of the schedule's
-    row, from the start of the pipeline.
+    row, from the start of the pipeline. `costs` has a time for each stage.
     """
     activities = list(Activity)
     schedule = timeline.schedule
@@ -162,9 +169,7 @@ def to_json(timeline: Timeline) -> str:
             },
             "alignment": timeline.clock.alignment,
             "activities": [activity.value for activity in activities],
-            "costs_ns": [
-                [kind.value, stage, _ns(time)] for (kind, stage), time in timeline.costs.seconds.items()
-            ],
+            "costs": {name: [_ns(time) for time in getattr(timeline.costs, name)] for name in _COSTS},
             "ranks": [
                 {
                     "global_rank": global_rank,
@@ -210,9 +215,7 @@ def read_timeline(path: Path) -> Timeline:
             tuple(map(tuple, values["schedule"]["placement"])),
             name=values["schedule"]["name"],
         )
-        costs = MeasuredCosts(
-            seconds={(Kind(kind), stage): time / 1e9 for kind, stage, time in values["costs_ns"]}
-        )
+        costs = Costs(**{name: _seconds(values["costs"][name]) for name in _COSTS})
         ranks = values["ranks"]
         return Timeline(
             step=values["step"],
@@ -243,6 +246,10 @@ def _trace(rank: Mapping[str, Any], activities: Sequence[Activity]) -> Trace:
         peak_live_activations=rank["peak_live_activations"],
         peak_held_weight_grad_bytes=rank["peak_held_weight_grad_bytes"],
     )
+
+
+def _seconds(times_ns: Sequence[int]) -> Any:
+    return tuple(time / 1e9 for time in times_ns)
 
 
 def _ns(seconds: float) -> int:

@@ -54,6 +54,7 @@ class Pipeline:
         targets: Microbatches,
         loss_fn: LossFunction,
         *,
+        num_microbatches: int | None = None,
         loss_reduction: str = "mean",
         share_losses: bool = True,
         return_outputs: bool = False,
@@ -63,6 +64,7 @@ class Pipeline:
             inputs,
             targets,
             loss_fn,
+            num_microbatches=num_microbatches,
             loss_reduction=loss_reduction,
             share_losses=share_losses,
             return_outputs=return_outputs,
@@ -74,12 +76,18 @@ class Pipeline:
         targets: Microbatches,
         loss_fn: LossFunction,
         *,
+        num_microbatches: int | None = None,
         share_losses: bool = True,
         return_outputs: bool = False,
     ) -> StepResult:
         """Forward only; see `Runtime.evaluate`."""
         return self.runtime.evaluate(
-            inputs, targets, loss_fn, share_losses=share_losses, return_outputs=return_outputs
+            inputs,
+            targets,
+            loss_fn,
+            num_microbatches=num_microbatches,
+            share_losses=share_losses,
+            return_outputs=return_outputs,
         )
 
 
@@ -88,6 +96,7 @@ def build_pipeline(
     schedule: str | Schedule,
     *,
     num_microbatches: int | None = None,
+    num_chunks: int | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     uniform_shapes: bool = True,
@@ -98,7 +107,8 @@ def build_pipeline(
         tensors, which are the arguments of the next stage. Linear layers get deferred weight gradients where
         the schedule splits the backward; the gradients of other layers are computed with the input gradient,
         which the log says once.
-    schedule: a name (`gpipe`, `1f1b`, `dualpipe`, ...) with `num_microbatches`, or a Schedule of compute actions.
+    schedule: a name (`gpipe`, `1f1b`, `dualpipe`, ...) with `num_microbatches` of a step (another step may have
+        another number) and where it lets one choose `num_chunks` of a rank, or a Schedule of compute actions.
     group: None is every rank, or this process alone where torch.distributed is not initialised. Two-copy
         schedules start both copies of a stage from the parameters of the lower rank, and sum their gradients.
 
@@ -108,10 +118,17 @@ def build_pipeline(
         group = dist.group.WORLD
     num_ranks = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
+    reschedule: Callable[[int], Schedule] | None = None
     if isinstance(schedule, str):
+        name = schedule
         if num_microbatches is None:
-            raise ValueError(f"schedule='{schedule}' needs num_microbatches; pass how many a step has")
-        schedule = generate(schedule, num_ranks, num_microbatches)
+            raise ValueError(f"schedule='{name}' needs num_microbatches; pass how many a step has")
+
+        def with_count(count: int) -> Schedule:
+            return lower(generate(name, num_ranks, count, num_chunks=num_chunks), zero_stage=0)
+
+        reschedule = with_count
+        schedule = generate(name, num_ranks, num_microbatches, num_chunks=num_chunks)
     if not all(action.kind in COMPUTE for actions in schedule.actions for action in actions):
         raise ValueError(
             f"schedule '{schedule.name}' has communication actions already; pass its compute actions alone"
@@ -140,6 +157,7 @@ def build_pipeline(
             group=group,
             reverse_group=reverse_group,
             device=device,
+            reschedule=reschedule,
             uniform_shapes=uniform_shapes,
         )
     )

@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+PerStage = float | tuple[float, ...]
+
+# What a profile measures, and what may be set beside it because it is of another network or a model.
+_MEASURED = ("forward", "input_gradient", "weight_gradient", "backward", "recompute", "message_bytes")
+_POSITIVE = ("forward", "input_gradient", "weight_gradient", "backward", "pair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostsConfig:
-    """Time of one action in the simulator, in any one unit.
+    """Time of one action in the simulator: seconds where a profile or links are given, else in any one unit.
 
-    forward, input_gradient, weight_gradient: F, I and W; a full backward is I + W.
-    pair: an overlapped forward and backward; null: forward + input_gradient + weight_gradient, nothing hidden.
+    profile: a file that `counterflow profile` wrote, which has the costs of the stages, the size of a message and
+        the link; then none of the first five, nor message_bytes, may be set. Links and pairs that are set stand in
+        place of the profile's.
+    forward, input_gradient, weight_gradient: F, I and W; one number for every stage, or a list with one per stage.
+    backward: a full backward; null: input_gradient + weight_gradient.
+    recompute: run again ahead of an input gradient or a full backward.
+    pair: an overlapped forward and backward; null: forward + backward - pair_overlap x the shorter of both.
+    pair_overlap: how much of the shorter half of a pair hides under the longer: 0 nothing, 1 all of it.
+    latency_s, bandwidth_bytes_per_s: of a link between two ranks, null: no time; between_nodes_*: of a link that
+        leaves a node of `ranks_per_node` consecutive pipeline ranks.
+    message_bytes: of an activation from one stage to the next, one number or one per boundary; null: from the model.
     """
 
-    forward: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
+    profile: str | None = None
+    forward: PerStage = 1.0
+    input_gradient: PerStage = 1.0
+    weight_gradient: PerStage = 1.0
+    backward: PerStage | None = None
+    recompute: PerStage = 0.0
     pair: float | None = None
+    pair_overlap: float = 0.0
+    latency_s: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    message_bytes: PerStage | None = None
+    ranks_per_node: int | None = None
+    between_nodes_latency_s: float = 0.0
+    between_nodes_bandwidth_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input_gradient", "weight_gradient", "pair"):
+        for name in _POSITIVE:
+            for value in _values(getattr(self, name)):
+                if not value > 0:
+                    raise ValueError(
+                        f"schedule.costs.{name}={value}: a cost is a positive time; set it above 0"
+                    )
+        for name in ("recompute", "latency_s", "message_bytes", "between_nodes_latency_s"):
+            for value in _values(getattr(self, name)):
+                if not value >= 0:
+                    raise ValueError(f"schedule.costs.{name}={value}: set it to 0 or above")
+        for name in ("bandwidth_bytes_per_s", "between_nodes_bandwidth_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"schedule.costs.{name}={value}: a cost is a positive time; set it above 0")
+                raise ValueError(
+                    f"schedule.costs.{name}={value}: set it above 0, or to null for a link without limit"
+                )
+        if not self.pair_overlap <= 1:
+            raise ValueError(
+                f"schedule.costs.pair_overlap={self.pair_overlap}: the share of the shorter half that is hidden; set "
+                "it to 1 at most"
+            )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(
+                f"schedule.costs.ranks_per_node={self.ranks_per_node}: a node has a rank; set it to 1 or more, or to "
+                "null for a single node"
+            )
+        if self.profile is not None:
+            defaults = {item.name: item.default for item in fields(self)}
+            given = [name for name in _MEASURED if getattr(self, name) != defaults[name]]
+            if given:
+                raise ValueError(
+                    f"schedule.costs.profile={self.profile}: has the costs of the stages, so schedule.costs."
+                    f"{given[0]}={getattr(self, given[0])} would say another thing; leave out one of them"
+                )
+
+
+def _values(cost: PerStage | None) -> tuple[float, ...]:
+    return cost if isinstance(cost, tuple) else () if cost is None else (cost,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,9 +215,7 @@ class Transport:
                 self._own[source, destination, channel] = group
                 all_reduce(torch.zeros((), device=self.device), Axis(group=group))
 
-    def _link(
-        self, peer: int, channel: Channel, *, receiving: bool = False
-    ) -> tuple[dist.ProcessGroup, int]:
+    def _link(self, peer: int, channel: Channel, *, receiving: bool = False) -> tuple[dist.ProcessGroup, int]:
         """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""
         ends = (peer, self.rank) if receiving else (self.rank, peer)
         own = self._own.get((*ends, channel))

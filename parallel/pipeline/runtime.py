@@ -50,6 +50,7 @@ class Runtime:
 
     stages: this rank's stages by index. group, reverse_group: the ranks of the pipeline, in order, for
     messages to higher and to lower ranks; None: one process.
+    reschedule: the lowered schedule for another number of micro-batches, for steps that have another.
     uniform_shapes: False where a stage's output shape depends on values; each activation then carries its
     shape, at the price of one more message.
 
@@ -65,6 +66,7 @@ class Runtime:
         reverse_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         meter: ByteMeter | None = None,
+        reschedule: Callable[[int], Schedule] | None = None,
         uniform_shapes: bool = True,
     ) -> None:
         self.device = device or torch.device("cpu")
@@ -84,7 +86,9 @@ class Runtime:
         self.stages = dict(stages)
         self.schedule = schedule
         self._uniform_shapes = uniform_shapes
-        self._forward_schedule: Schedule | None = None
+        self._reschedule = reschedule
+        self._schedules = {schedule.num_microbatches: schedule}
+        self._forward_schedules: dict[int, Schedule] = {}
         self._recorder = Recorder(self.device)  # of the step under way
         self._step = _StepState()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -103,12 +107,29 @@ class Runtime:
         }
         self.transport.connect(schedule)
 
+    def schedule_for(self, num_microbatches: int | None) -> Schedule:
+        """The schedule of a step with so many micro-batches (None: as built), made once for each number.
+
+        Raises ValueError: where the runtime cannot make one, or the schedule does not fit the number.
+        """
+        if num_microbatches is None:
+            return self.schedule
+        if num_microbatches not in self._schedules:
+            if self._reschedule is None:
+                raise ValueError(
+                    f"num_microbatches={num_microbatches}: this pipeline was built from a schedule of "
+                    f"{self.schedule.num_microbatches}; build it by the schedule's name to change the number"
+                )
+            self._schedules[num_microbatches] = self._reschedule(num_microbatches)
+        return self._schedules[num_microbatches]
+
     def step(
         self,
         inputs: Microbatches,
         targets: Microbatches,
         loss_fn: LossFunction,
         *,
+        num_microbatches: int | None = None,
         loss_reduction: str = "mean",
         share_losses: bool = True,
         return_outputs: bool = False,
@@ -119,6 +140,7 @@ class Runtime:
         inputs, targets: one entry a micro-batch, or a tensor cut along dim 0; read on the ranks that hold the
             first (last) stage, ignored elsewhere.
         loss_fn: (output, target) -> scalar, called on the last stage.
+        num_microbatches: of this step, the same on every rank; None: as the pipeline was built.
         loss_reduction: `mean` differentiates the mean over micro-batches, `sum` their sum.
         share_losses: every rank of the pipeline gets all losses (one small all-reduce).
         recorder: of a step that has begun and goes on afterwards (the optimizer); None: the step is this call.
@@ -127,13 +149,12 @@ class Runtime:
         """
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction='{loss_reduction}': must be 'mean' or 'sum'")
-        scale = 1.0 / self.schedule.num_microbatches if loss_reduction == "mean" else 1.0
+        schedule = self.schedule_for(num_microbatches)
+        scale = 1.0 / schedule.num_microbatches if loss_reduction == "mean" else 1.0
         recorder = recorder or Recorder(self.device)
         for stage in self.stages.values():
             stage.parameters.begin_step()
-        return self._run(
-            self.schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder
-        )
+        return self._run(schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder)
 
     def evaluate(
         self,
@@ -141,6 +162,7 @@ class Runtime:
         targets: Microbatches,
         loss_fn: LossFunction,
         *,
+        num_microbatches: int | None = None,
         share_losses: bool = True,
         return_outputs: bool = False,
     ) -> StepResult:
@@ -150,9 +172,11 @@ class Runtime:
             stage.module.eval()
         try:
             with torch.no_grad():
-                self._forward_schedule = self._forward_schedule or forward_only(self.schedule)
+                count = num_microbatches or self.schedule.num_microbatches
+                if count not in self._forward_schedules:
+                    self._forward_schedules[count] = forward_only(self.schedule_for(count))
                 return self._run(
-                    self._forward_schedule,
+                    self._forward_schedules[count],
                     inputs,
                     targets,
                     loss_fn,

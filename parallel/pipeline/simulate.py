@@ -6,65 +6,35 @@ comes from the dependency table that the passes and the verifier read.
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
-from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
-from parallel.pipeline.config import CostsConfig
-from parallel.pipeline.dependencies import Product, ScheduleError, destination, gives, needs
+import numpy as np
+from numpy.typing import NDArray
 
+from parallel.pipeline.action import COMPUTE, Action, Schedule
+from parallel.pipeline.arrays import CODES, KINDS, Bools, Ints, Leaves, Products, leaves_of, peaks
+from parallel.pipeline.costs import Costs, costs_from
+from parallel.pipeline.dependencies import RULES, ScheduleError
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """Time of each action, in one unit; seconds where `latency_s` or `bandwidth_bytes_per_s` is set.
+N = TypeVar("N", bound=np.generic)
 
-    forward, input_gradient, weight_gradient: F, I and W, one number for every stage or one per stage; a full
-        backward is I + W.
-    pair: an overlapped forward and backward; None: the sum of its halves, nothing hidden.
-    latency_s: from the end of a message's transmission to its arrival.
-    message_bytes, bandwidth_bytes_per_s: of an activation (or its gradient) between two stages, and of the
-        link from one rank to another, which sends one message at a time; None: no limit.
-    """
-
-    forward: float | tuple[float, ...] = 1.0
-    input_gradient: float | tuple[float, ...] = 1.0
-    weight_gradient: float | tuple[float, ...] = 1.0
-    pair: float | None = None
-    latency_s: float = 0.0
-    message_bytes: float = 0.0
-    bandwidth_bytes_per_s: float | None = None
-
-    def of(self, action: Action) -> float:
-        """The time of one compute action."""
-        if action.parts:
-            return self.pair if self.pair is not None else sum(map(self.of, action.parts))
-        if action.kind is Kind.F:
-            return _of_stage(self.forward, action.stage)
-        if action.kind is Kind.I:
-            return _of_stage(self.input_gradient, action.stage)
-        if action.kind is Kind.W:
-            return _of_stage(self.weight_gradient, action.stage)
-        assert action.kind is Kind.B, f"{action} takes no time"
-        return _of_stage(self.input_gradient, action.stage) + _of_stage(self.weight_gradient, action.stage)
-
-    @property
-    def transmission_s(self) -> float:
-        """How long one message occupies its link."""
-        return self.message_bytes / self.bandwidth_bytes_per_s if self.bandwidth_bytes_per_s else 0.0
-
-
-def _of_stage(cost: float | tuple[float, ...], stage: int) -> float:
-    return cost[stage] if isinstance(cost, tuple) else cost
-
-
-def costs_from(config: CostsConfig, num_stages: int) -> Costs:
-    """The simulator's costs from the config: every stage alike."""
-    return Costs(
-        forward=(config.forward,) * num_stages,
-        input_gradient=(config.input_gradient,) * num_stages,
-        weight_gradient=(config.weight_gradient,) * num_stages,
-        pair=config.pair,
-    )
+__all__ = [
+    "Costs",
+    "FormulaBubble",
+    "Interval",
+    "Simulation",
+    "Work",
+    "bubble_formula",
+    "costs_from",
+    "peak_live",
+    "simulate",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +51,30 @@ class Interval:
 class Simulation:
     """What a simulated step shows; tuples have one entry per rank.
 
-    intervals: every compute action, rank by rank, in order.
+    actions, starts, ends: every compute action in order, and when it starts and ends.
     busy, idle: time in actions, and the rest of the makespan.
     span: from the start of a rank's first action to the end of its last.
     peak_activations: most micro-batches whose forward has run and whose I or B has not ended.
     peak_held_weight_gradients: most micro-batches whose I has run and whose W has not ended.
     """
 
-    intervals: tuple[Interval, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
     makespan: float
     busy: tuple[float, ...]
     span: tuple[float, ...]
     peak_activations: tuple[int, ...]
     peak_held_weight_gradients: tuple[int, ...]
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """Every compute action, rank by rank, in order; made anew at each call."""
+        return tuple(
+            Interval(rank=rank, action=action, start=start, end=end)
+            for rank, of_rank in enumerate(zip(self.actions, self.starts, self.ends, strict=True))
+            for action, start, end in zip(*of_rank, strict=True)
+        )
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -121,73 +102,147 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     Each rank starts an action once its previous one has ended and everything it needs has arrived. Linear in
     the number of actions.
 
-    Raises ScheduleError: the ranks wait for each other.
+    Raises ScheduleError: the ranks wait for each other. ValueError: costs of another number of stages.
     """
-    actions = [[action for action in of_rank if action.kind in COMPUTE] for of_rank in schedule.actions]
-    times = _run(schedule, actions, costs)
-    makespan = max((of_rank[-1][1] for of_rank in times if of_rank), default=0.0)
-    peaks = [peak_live(of_rank) for of_rank in actions]
-    return Simulation(
-        intervals=tuple(
-            Interval(rank=rank, action=action, start=start, end=end)
-            for rank, of_rank in enumerate(actions)
-            for action, (start, end) in zip(of_rank, times[rank], strict=True)
-        ),
-        makespan=makespan,
-        busy=tuple(sum(end - start for start, end in of_rank) for of_rank in times),
-        span=tuple(of_rank[-1][1] - of_rank[0][0] if of_rank else 0.0 for of_rank in times),
-        peak_activations=tuple(activations for activations, _ in peaks),
-        peak_held_weight_gradients=tuple(held for _, held in peaks),
+    costs.check_stages(schedule.num_stages)
+    actions = tuple(
+        tuple([action for action in of_rank if action.kind in COMPUTE]) for of_rank in schedule.actions
     )
-
-
-def _run(
-    schedule: Schedule, actions: Sequence[Sequence[Action]], costs: Costs
-) -> list[list[tuple[float, float]]]:
-    """(start, end) of every action."""
-    num_ranks, num_stages = len(actions), schedule.num_stages
-    times: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
-    available: list[dict[Product, float]] = [{} for _ in range(num_ranks)]
-    sleeper: list[Product | None] = [None] * num_ranks
-    link_free: dict[tuple[int, int], float] = {}
-    awake = list(range(num_ranks))
-    while awake:
-        rank = awake.pop()
-        here, mine = available[rank], actions[rank]
-        free = times[rank][-1][1] if times[rank] else 0.0
-        for index in range(len(times[rank]), len(mine)):
-            action = mine[index]
-            start = free
-            for product in needs(action, num_stages):
-                arrival = here.get(product)
-                if arrival is None:
-                    sleeper[rank] = product
-                    break
-                if arrival > start:
-                    start = arrival
-            else:
-                free = start + costs.of(action)
-                times[rank].append((start, free))
-                for product in gives(action):
-                    here[product] = free
-                    receiver = destination(schedule, product)
-                    if receiver is None:
-                        continue
-                    sent = max(free, link_free.get((rank, receiver), 0.0)) + costs.transmission_s
-                    link_free[rank, receiver] = sent
-                    available[receiver][product] = sent + costs.latency_s
-                    if sleeper[receiver] == product:
-                        sleeper[receiver] = None
-                        awake.append(receiver)
-                continue
-            break
-    stuck = [rank for rank in range(num_ranks) if len(times[rank]) < len(actions[rank])]
+    leaves = leaves_of(actions)
+    orders = [range(first, last) for first, last in pairwise(leaves.offsets.tolist())]
+    starts, ends = Work(schedule, leaves, costs).run(orders)
+    stuck = [rank for rank, order in enumerate(orders) if len(ends[rank]) < len(order)]
     if stuck:
-        waiting = "; ".join(f"rank {rank} at {actions[rank][len(times[rank])]}" for rank in stuck[:8]) + (
+        waiting = "; ".join(f"rank {rank} at {actions[rank][len(ends[rank])]}" for rank in stuck[:8]) + (
             "; ..." if len(stuck) > 8 else ""
         )
         raise ScheduleError(f"the ranks wait for each other or for an action that no rank has: {waiting}")
-    return times
+    peak_activations, peak_held = peaks(leaves)
+    return Simulation(
+        actions=actions,
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+        makespan=max((of_rank[-1] for of_rank in ends if of_rank), default=0.0),
+        busy=tuple(
+            sum([end - start for start, end in zip(*of_rank, strict=True)])
+            for of_rank in zip(starts, ends, strict=True)
+        ),
+        span=tuple(last[-1] - first[0] if first else 0.0 for first, last in zip(starts, ends, strict=True)),
+        peak_activations=tuple(peak_activations),
+        peak_held_weight_gradients=tuple(peak_held),
+    )
+
+
+class Work:
+    """The compute actions of a schedule by number, to be run in any order on the ranks that have them.
+
+    duration: of each action. needs, gives: the products of other ranks that an action waits for, and those that it
+    sends, as columns with one entry per action: a column more for the second half of a pair, `never` or `nothing`
+    where there is none. What an action needs of its own rank must come before it: where it does not, it waits for
+    `never`.
+    """
+
+    def __init__(self, schedule: Schedule, leaves: Leaves, costs: Costs) -> None:
+        products = Products(schedule)
+        num_actions = int(leaves.offsets[-1])
+        self.nothing, self.never = products.count, products.count + 1
+        made_by = products.makers(leaves)
+        leaf, product = products.needed(leaves)
+        action, maker = leaves.action[leaf], made_by[product]
+        crosses = products.holder[product] != leaves.rank[leaf]
+        in_order = (maker >= 0) & (maker < action)
+        waits = crosses | ~in_order
+        slot = np.where(crosses, product, self.never)
+        self.needs = _columns(action[waits], slot[waits], num_actions, self.nothing)
+        leaf, product = products.given(leaves)
+        sent = products.receiver[product] >= 0
+        self.gives = _columns(leaves.action[leaf[sent]], product[sent], num_actions, self.nothing)
+        self.duration = _durations(leaves, costs, schedule.num_stages)
+        self.hops = _Hops(products, schedule.num_ranks, costs)
+
+    def run(self, orders: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
+        """Start and end of every action of each rank, in the order of `orders`, as far as the ranks come."""
+        needs, gives, duration, nothing = self.needs, self.gives, self.duration, self.nothing
+        link, latency, transmission = self.hops.link, self.hops.latency, self.hops.transmission
+        arrival = [math.inf] * nothing + [0.0, math.inf]
+        sleeper = [-1] * len(arrival)  # the rank that waits for this product
+        link_free = [0.0] * self.hops.num_links
+        starts: list[list[float]] = [[] for _ in orders]
+        ends: list[list[float]] = [[] for _ in orders]
+        awake = deque(range(len(orders)))
+        while awake:
+            rank = awake.popleft()
+            order, my_starts, my_ends = orders[rank], starts[rank], ends[rank]
+            free = my_ends[-1] if my_ends else 0.0
+            for index in range(len(my_ends), len(order)):
+                action = order[index]
+                start = free
+                for column in needs:
+                    if (arrived := arrival[column[action]]) > start:
+                        start = arrived
+                if start == math.inf:
+                    missing = next(column[action] for column in needs if arrival[column[action]] == math.inf)
+                    sleeper[missing] = rank
+                    break
+                free = start + duration[action]
+                my_starts.append(start)
+                my_ends.append(free)
+                for column in gives:
+                    if (product := column[action]) != nothing:
+                        sent = max(free, link_free[link[product]]) + transmission[product]
+                        link_free[link[product]] = sent
+                        arrival[product] = sent + latency[product]
+                        if sleeper[product] >= 0:
+                            awake.append(sleeper[product])
+                            sleeper[product] = -1
+        return starts, ends
+
+
+class _Hops:
+    """Over which link each product travels (-1: none), and how long it is under way; lists by product."""
+
+    def __init__(self, products: Products, num_ranks: int, costs: Costs) -> None:
+        is_sent = products.receiver >= 0
+        between = products.holder * num_ranks + products.receiver
+        pairs, index = np.unique(between[is_sent], return_inverse=True)
+        links = [costs.link(*divmod(int(pair), num_ranks)) for pair in pairs]
+        self.num_links = len(links)
+        self.link: list[int] = _scattered(is_sent, index, -1).tolist()
+        latency = np.array([link.latency_s for link in links])
+        self.latency: list[float] = _scattered(is_sent, latency[index], 0.0).tolist()
+        slowness = np.array([1 / (link.bandwidth_bytes_per_s or math.inf) for link in links])
+        sizes = np.array([costs.bytes_at(boundary) for boundary in range(products.num_stages - 1)])
+        transmission = sizes[products.boundary[is_sent]] * slowness[index]
+        self.transmission: list[float] = _scattered(is_sent, transmission, 0.0).tolist()
+
+
+def _scattered(mask: Bools, values: NDArray[N], elsewhere: float) -> NDArray[N]:
+    result = np.full(len(mask), elsewhere, dtype=values.dtype)
+    result[mask] = values
+    return result
+
+
+def _durations(leaves: Leaves, costs: Costs, num_stages: int) -> list[float]:
+    """The time of every action."""
+    table = np.zeros((len(KINDS), num_stages))
+    for kind in RULES:
+        table[CODES[kind]] = [costs.of_kind(kind, stage) for stage in range(num_stages)]
+    of_leaf: list[float] = table[leaves.kind, leaves.stage].tolist()
+    if len(of_leaf) == leaves.offsets[-1]:
+        return of_leaf
+    first = np.searchsorted(leaves.action, np.arange(int(leaves.offsets[-1]) + 1)).tolist()
+    return [
+        of_leaf[one] if other - one == 1 else costs.of_pair(*of_leaf[one:other])
+        for one, other in pairwise(first)
+    ]
+
+
+def _columns(action: Ints, values: Ints, num_actions: int, nothing: int) -> list[list[int]]:
+    """Each action's `values` by action: the first of each in the first column; `action` ascends."""
+    nth = np.arange(len(action)) - np.searchsorted(action, action)
+    columns = np.full((int(nth.max(initial=-1)) + 1, num_actions), nothing)
+    columns[nth, action] = values
+    return columns.tolist()
 
 
 def peak_live(actions: Sequence[Action]) -> tuple[int, int]:
@@ -196,20 +251,8 @@ def peak_live(actions: Sequence[Action]) -> tuple[int, int]:
     An activation lives from its F to its I or B. After I, what W needs is held until W. In a pair the forward
     stores before the backward frees.
     """
-    activations = held = peak_activations = peak_held = 0
-    for action in actions:
-        for leaf in action.leaves:
-            if leaf.kind is Kind.F:
-                activations += 1
-                peak_activations = max(peak_activations, activations)
-            elif leaf.kind is Kind.B or leaf.kind is Kind.I:
-                activations -= 1
-            if leaf.kind is Kind.I:
-                held += 1
-                peak_held = max(peak_held, held)
-            elif leaf.kind is Kind.W:
-                held -= 1
-    return peak_activations, peak_held
+    (activations,), (held,) = peaks(leaves_of([actions]))
+    return activations, held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +271,7 @@ def bubble_formula(name: str, num_ranks: int, num_microbatches: int, costs: Cost
     never instead of it. Costs that differ between stages enter by their mean.
     """
     forward, input_gradient, weight_gradient = (
-        sum(cost) / len(cost) if isinstance(cost, tuple) else cost
+        statistics.fmean(cost) if isinstance(cost, tuple) else cost
         for cost in (costs.forward, costs.input_gradient, costs.weight_gradient)
     )
     backward = input_gradient + weight_gradient

@@ -81,6 +81,20 @@ def test_layout_trains_like_one_process(
     assert_parity(measure(ranks, config, tiny_data, tmp_path))
 
 
+MORE_SCHEDULES = ("interleaved_1f1b", "zb1p", "zb_h2", "zbv", "v_half", "v_min", "dualpipe_v")
+
+
+@pytest.mark.parametrize("schedule", MORE_SCHEDULES)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_every_schedule_composes_with_tensor_parallelism_and_zero(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, schedule: str, zero: int
+) -> None:
+    """zero=3 adds a data-parallel axis to shard over."""
+    dp = 2 if zero else 1
+    config = tiny_config(pp=2, tp=2, dp=dp, zero=zero, schedule=schedule)
+    assert_parity(measure(ranks, config, tiny_data, tmp_path))
+
+
 @pytest.mark.parametrize(
     "point",
     [

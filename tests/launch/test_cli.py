@@ -42,6 +42,8 @@ def test_options_may_stand_anywhere() -> None:
         (["train", "--out"], "--out: needs a value"),
         (["train", "--json=yes"], "--json takes no value"),
         (["train", "--cfg", "hydra"], "only the job's config can be printed"),
+        (["timeline", "runs/a", "--multirun"], "--multirun: no option of timeline"),
+        (["train", "--step", "3"], "--step: no option of train"),
         (["timeline", "runs/a", "--step", "last"], "--step last: must be a whole number"),
     ],
 )

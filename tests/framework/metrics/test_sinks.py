@@ -21,10 +21,23 @@ from wandb.proto import wandb_internal_pb2
 
 from framework.metrics import sinks
 from framework.metrics.config import LoggerConfig
-from framework.metrics.sinks import JsonlSink, WandbSink, open_sinks, read_records, wandb_dir, without_secrets
+from framework.metrics.sinks import (
+    JsonlSink,
+    WandbSink,
+    log_picture,
+    open_sinks,
+    read_records,
+    wandb_dir,
+    without_secrets,
+)
 from tests.framework.metrics.records import SUMMARY, record
 
 ROOT = Path(__file__).parents[3]
+# One white pixel.
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff3f0005"
+    "fe02fe0def46b80000000049454e44ae426082"
+)
 
 
 def wandb_records(folder: Path) -> Iterator[wandb_internal_pb2.Record]:
@@ -106,7 +119,10 @@ def test_wandb_offline_holds_history_config_and_summary(
     folder = wandb_dir(opened)
     assert folder is not None
     assert Path(folder).parent == tmp_path / "run" / "wandb"
+    (tmp_path / "picture.png").write_bytes(PNG)
     for step in range(4):
+        if step == 3:
+            log_picture(opened, "timeline", tmp_path / "picture.png", 3)
         for sink in opened:
             sink.log(record(step))
     for sink in opened:
@@ -117,6 +133,12 @@ def test_wandb_offline_holds_history_config_and_summary(
     assert sorted(found) == [0, 1, 2, 3]
     assert found[2]["loss"] == record(2).loss
     assert found[2]["idle_s/rank_1"] == 0.2
+    assert found[2]["time_s/forward/rank_0"] == 0.2
+    # The picture came before the values of its step, and stands beside them.
+    assert found[3]["loss"] == record(3).loss
+    picture = Path(folder) / "files" / found[3]["timeline"]["path"]
+    assert (picture.read_bytes(), found[3]["timeline"]["format"]) == (PNG, "png")
+    assert "timeline" not in found[2]
     (run,) = [each.run for each in wandb_records(Path(folder)) if each.WhichOneof("record_type") == "run"]
     stored = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert stored["data"] == {"hub_token": "***", "seq_length": 128}
@@ -181,9 +203,11 @@ def test_what_cannot_work_is_refused_before_the_start(
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     opened = open_sinks(LoggerConfig(name="tensorboard"), tmp_path, {})
+    (tmp_path / "picture.png").write_bytes(PNG)
     for step in range(3):
         for sink in opened:
             sink.log(record(step))
+    log_picture(opened, "timeline", tmp_path / "picture.png", 2)
     for sink in opened:
         sink.summary(SUMMARY)
         sink.close("finished")
@@ -191,6 +215,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     found = [(event.step, event.value) for event in events.Scalars("loss")]
     assert found == [(step, pytest.approx(record(step).loss)) for step in range(3)]
     assert events.Scalars("bytes_by_axis/tensor")[0].value == 100
+    (image,) = events.Images("timeline")
+    assert (image.step, image.width, image.height) == (2, 1, 1)
     assert len(read_records(tmp_path / "metrics.jsonl")) == 3
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.mesh import MeshConfig, build_mesh
+from parallel.pipeline.api import build_pipeline
 from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
@@ -28,6 +32,15 @@ LAYOUTS = [
     ("dualpipe", 4, 8),
     ("dualpipe", 4, 12),
     ("dualpipe", 8, 20),
+    ("interleaved_1f1b", 2, 4),
+    ("interleaved_1f1b", 4, 8),
+    ("zb1p", 4, 8),
+    ("zb_h2", 4, 8),
+    ("zbv", 4, 8),
+    ("v_half", 4, 8),
+    ("v_min", 4, 8),
+    ("dualpipe_v", 2, 4),
+    ("dualpipe_v", 4, 10),
 ]
 
 
@@ -105,8 +118,9 @@ def test_schedule_computes_what_torch_computes(
     ranks: RankPool, name: str, num_ranks: int, num_microbatches: int, lengths: tuple[int, ...]
 ) -> None:
     results = ranks.run(run_layout, num_ranks, name, num_ranks, num_microbatches, lengths)
-    losses, outputs, gradients = reference(num_ranks, num_microbatches, lengths)
-    peaks = simulate(generate(name, num_ranks, num_microbatches), Costs()).peak_activations
+    schedule = generate(name, num_ranks, num_microbatches)
+    losses, outputs, gradients = reference(schedule.num_stages, num_microbatches, lengths)
+    peaks = simulate(schedule, Costs()).peak_activations
     seen: set[int] = set()
     found: set[str] = set()
     for rank, (rank_losses, rank_outputs, rank_gradients, peak, evaluated) in enumerate(results):
@@ -122,3 +136,56 @@ def test_schedule_computes_what_torch_computes(
             found.add(key)
     assert seen == set(range(num_microbatches))
     assert found == set(gradients)
+
+
+def run_changing_counts(name: str, counts: tuple[int, ...]) -> list[tuple[Tensor, list[Tensor]]]:
+    pipeline = build_pipeline(make_stage, name, num_microbatches=counts[0])
+    results: list[tuple[Tensor, list[Tensor]]] = []
+    for count in counts:
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        inputs, targets = make_batch(count, (4, 3))
+        losses = pipeline.step(inputs, targets, nn.functional.mse_loss, num_microbatches=count).losses
+        first = pipeline.evaluate(inputs, targets, nn.functional.mse_loss, num_microbatches=count).losses
+        torch.testing.assert_close(losses, first)
+        results.append((losses, [p.grad for p in pipeline.modules[min(pipeline.modules)].parameters()]))  # type: ignore[misc]
+    return results
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_number_of_microbatches_may_change_between_steps(ranks: RankPool, name: str) -> None:
+    counts = (4, 8, 6)
+    results = ranks.run(run_changing_counts, 2, name, counts)
+    for position, count in enumerate(counts):
+        losses, _, gradients = reference(2, count, (4, 3))
+        found, found_gradients = results[0][position]
+        torch.testing.assert_close(found, losses)
+        expected = [gradient for key, gradient in gradients.items() if key.startswith("0.")]
+        for gradient, other in zip(found_gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-6)
+
+
+def test_another_number_needs_a_schedule_by_name() -> None:
+    pipeline = build_pipeline(make_stage, generate("1f1b", 1, 2))
+    with pytest.raises(ValueError, match="build it by the schedule's name"):
+        pipeline.step(torch.ones(3, 1, WIDTH), None, nn.functional.mse_loss, num_microbatches=3)
+
+
+def memory_over_steps(num_steps: int) -> list[int]:
+    pipeline = build_pipeline(lambda index: nn.Linear(64, 64), "1f1b", num_microbatches=64)
+    inputs = torch.zeros(64, 256, 64)
+    resident: list[int] = []
+    for step in range(num_steps):
+        pipeline.step(inputs, inputs, nn.functional.mse_loss)
+        assert pipeline.runtime.transport.num_unretired == 0
+        if step % 20 == 19:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    return resident
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_200_steps(ranks: RankPool) -> None:
+    """p=8, m=64; a micro-batch is 64 KiB, so one that stayed behind in each step would be 12 MiB."""
+    for resident in ranks.run(memory_over_steps, 8, 200, timeout_s=600):
+        assert resident[-1] - resident[1] < 4 * 2**20, resident

@@ -163,7 +163,7 @@ def test_a_circle_is_named() -> None:
 
 def test_costs_from_the_config() -> None:
     costs = costs_from(CostsConfig(forward=2.0, input_gradient=3.0, weight_gradient=4.0, pair=7.0), 3)
-    assert costs == Costs(forward=(2.0,) * 3, input_gradient=(3.0,) * 3, weight_gradient=(4.0,) * 3, pair=7.0)
+    assert costs == Costs(forward=2.0, input_gradient=3.0, weight_gradient=4.0, pair=7.0)
     assert sum(simulate(generate("1f1b", 3, 3), costs).busy) == 3 * 3 * 9
 
 

@@ -36,7 +36,9 @@ UNEQUAL = [
 ]
 
 
-def theirs(torch_class: Any, num_ranks: int, num_microbatches: int, num_chunks: int, folder: Path) -> Schedule:
+def theirs(
+    torch_class: Any, num_ranks: int, num_microbatches: int, num_chunks: int, folder: Path
+) -> Schedule:
     schedule = build(torch_class, num_ranks, num_microbatches, num_chunks)
     return from_csv(exported(schedule, folder, "compute_only"), name="torch")
 
@@ -67,7 +69,9 @@ def test_zbv_differs_from_torchs_in_the_weight_gradients_of_the_drain_alone(tmp_
         if num_microbatches < 2 * num_ranks - 1:
             continue
         order = theirs(ZBV, num_ranks, num_microbatches, 2, tmp_path)
-        for mine, other in zip(generate("zbv", num_ranks, num_microbatches).actions, order.actions, strict=True):
+        for mine, other in zip(
+            generate("zbv", num_ranks, num_microbatches).actions, order.actions, strict=True
+        ):
             last = max(index for index, action in enumerate(mine) if action.kind is Kind.F)
             assert mine[: last + 3] == other[: last + 3]
             assert [action for action in mine if action.kind is not Kind.W] == [
