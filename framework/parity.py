@@ -60,7 +60,7 @@ def reference_config(config: TrainConfig) -> TrainConfig:
         config,
         parallel=MeshConfig(),
         zero=ZeroConfig(),
-        schedule=replace(config.schedule, name="1f1b", num_microbatches=num_microbatches),
+        schedule=replace(config.schedule, name="1f1b", num_microbatches=num_microbatches, num_chunks=None),
     )
 
 

@@ -27,6 +27,13 @@ _VALUE_OPTIONS = ("--out", "--cfg", "--config-dir", "--step")
 _OPTIONS = (*_VALUE_OPTIONS, "--json", "--traceback", "--multirun", "--help", "--version")
 
 
+# Options of the others, by command: these two do not take the config of a run.
+_FOREIGN = {
+    "timeline": ("--out", "--cfg", "--multirun", "--config-dir"),
+    "bench": ("--cfg", "--multirun", "--config-dir", "--step"),
+}
+
+
 class UsageError(ValueError):
     """A mistake on the command line outside the overrides."""
 
@@ -95,8 +102,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             f"{command}: no such command{_near(command, COMMANDS)}; the commands are {', '.join(COMMANDS)}"
         )
     if command is not None:
-        foreign = ("--out", "--cfg", "--multirun", "--config-dir") if command == "timeline" else ("--step",)
-        for name in foreign:
+        for name in _FOREIGN.get(command, ("--step",)):
             if name in values:
                 raise UsageError(
                     f"{name}: no option of {command}; `counterflow {command} --help` shows its own"
@@ -159,6 +165,8 @@ def _answer_at_once(arguments: Arguments) -> int | None:
 def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
     if arguments.command == "timeline":
         return EXIT_OK, _timeline(arguments)
+    if arguments.command == "bench":
+        return EXIT_OK, _bench(arguments)
     from launch.compose import compose_config, compose_mapping, expand_sweep, find_choices, to_yaml
 
     assert arguments.command is not None
@@ -262,6 +270,14 @@ def _timeline(arguments: Arguments) -> dict[str, Any]:
     from launch.timeline import run
 
     return run(Path(arguments.overrides[0]), arguments.step, console=Console())
+
+
+def _bench(arguments: Arguments) -> dict[str, Any]:
+    from rich.console import Console
+
+    from launch.bench import run
+
+    return run(arguments.overrides, arguments.out, console=Console())
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -160,6 +160,36 @@ COMMANDS: dict[str, Command] = {
             --json: step, step_s, makespan_s, bubble {measured, measured_span, simulated, simulated_span},
             work_inflation, account {category: seconds of each pipeline rank}, paths, ...""",
     ),
+    "bench": Command(
+        summary="measure the runtime against its schedules and against torch's",
+        argument="schedules [KEY=VALUE ...]",
+        about="""\
+            bench schedules: how close the runtime comes to its schedules. With sleeping stages (every F, I and W
+            sleeps, transfers are real) the ranks run side by side on any number of cores, and what a step takes
+            beyond the simulation is the runtime's own; then a small Llama computes for real on two ranks.
+            torch.distributed.pipelining runs the same stages, step by step in turn. Quote ratios, and the machine:
+            on a busy one every figure rises.""",
+        options=(
+            ("mode=both", "sleep, compute or both"),
+            ("schedules=[1f1b,zbv]", "which; without it every one that takes the sizes"),
+            ("num_microbatches=[20,32]", "micro-batches of a step, one row for each"),
+            ("num_ranks=8", "ranks of the sleeping pipeline"),
+            ("action_ms=30", "time of one F, I or W of a stage"),
+            ("repeats=5", "counted steps of each"),
+        ),
+        examples=(
+            ("counterflow bench schedules", "everything; about ten minutes"),
+            (
+                "counterflow bench schedules mode=sleep schedules=[dualpipe] num_microbatches=[20,32]",
+                "two rows",
+            ),
+            ("counterflow bench schedules mode=compute repeats=3", "real compute only"),
+        ),
+        output="""\
+            runs/bench-schedules-<date-time>/ (or --out): rows.json, schedules.png and .svg.
+            --json: rows [{schedule, num_stages, num_microbatches, measured_idle, theory_idle, ratio_to_torch}],
+            compute_rows [{schedule, tokens_per_s, ratio_to_torch_1f1b, ratio_to_limit}].""",
+    ),
 }
 
 _OPTIONS = """\

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from framework.bench.compute import timed
 from framework.bench.sleeping import TORCH_SCHEDULES, SleepCosts, our_step, torch_step
 from parallel.pipeline.generate import generate
 from parallel.pipeline.simulate import Costs, simulate
@@ -78,7 +78,7 @@ def measure_sleeping(
 ) -> list[Row]:
     """Measure every case on the ranks of the default process group; every rank calls this, all get the rows.
 
-    action_s: time of one F, I or W of a rank; a chunk's is its share. repeats: counted steps after a first one
+    action_s: time of one F, I or W of a stage. repeats: counted steps after a first one
     that is not (connections are made in it). Our steps and torch's alternate, each after a barrier.
     """
     # Interrupts between threads are what a busy machine adds; the bench keeps one thread to a rank.
@@ -89,9 +89,7 @@ def measure_sleeping(
     for case in cases:
         chunks = {} if case.num_chunks is None else {"num_chunks": case.num_chunks}
         schedule = generate(case.schedule, case.num_ranks, case.num_microbatches, **chunks)
-        stages_per_copy = schedule.num_stages // schedule.num_ranks
-        whole = SleepCosts(forward_s=action_s, input_gradient_s=action_s, weight_gradient_s=action_s)
-        costs = whole.divided(stages_per_copy)
+        costs = SleepCosts(forward_s=action_s, input_gradient_s=action_s, weight_gradient_s=action_s)
         shape = (1, 8, 64)
         steps = {"ours": our_step(schedule, costs, shape, groups)}  # type: ignore[arg-type]
         if case.schedule in TORCH_SCHEDULES:
@@ -99,7 +97,7 @@ def measure_sleeping(
         times: dict[str, list[float]] = {"ours": [], "torch": []}
         for repeat in range(repeats + 1):
             for name, step in steps.items():
-                elapsed = _timed(step)
+                elapsed = timed(step)
                 if repeat > 0:
                     times[name].append(elapsed)
         simulation = simulate(schedule, Costs())
@@ -108,7 +106,7 @@ def measure_sleeping(
             num_stages=schedule.num_stages,
             num_microbatches=case.num_microbatches,
             theory_idle=simulation.bubble_makespan,
-            busy_s=3 * case.num_microbatches * action_s,
+            busy_s=3 * case.num_microbatches * schedule.num_stages // schedule.num_ranks * action_s,
             step_s=tuple(times["ours"]),
             torch_step_s=tuple(times["torch"]),
         )
@@ -116,13 +114,3 @@ def measure_sleeping(
         if report is not None and dist.get_rank() == 0:
             report(row)
     return rows
-
-
-def _timed(step: Callable[[], None]) -> float:
-    """Seconds from the first rank's start to the last rank's end (one host: one clock)."""
-    dist.barrier()
-    begin = time.perf_counter()
-    step()
-    times = torch.tensor([-begin, time.perf_counter()], dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return float(times.sum())

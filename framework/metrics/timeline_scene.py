@@ -289,7 +289,7 @@ def _legend(timeline: Timeline) -> Iterator[tuple[str, str]]:
             kind = Kind(activity.value) if activity in COMPUTE_ACTIVITIES else None
             text = _WAIT_MEANINGS[activity] if kind is None else f"{kind.value} {MEANINGS[kind]}"
             yield fills[activity.category], text
-    yield FAINT, "other (no interval)"
+    yield FAINT, "other; simulated: idle"
     if any(len(timeline.schedule.stages_of(rank)) > 1 for rank in range(len(accounts))):
         yield _tint(COLOURS[Kind.F]), "lighter: the rank's second stage"
 
@@ -297,8 +297,8 @@ def _legend(timeline: Timeline) -> Iterator[tuple[str, str]]:
 def _title(timeline: Timeline, run_name: str) -> str:
     schedule = timeline.schedule
     return (
-        f"{run_name}, step {timeline.step + 1}: {schedule.name}, {schedule.num_ranks} ranks, "
-        f"{schedule.num_microbatches} micro-batches"
+        f"{run_name}, step {timeline.step + 1}: {schedule.name}, "
+        f"{schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}, {schedule.num_microbatches} micro-batches"
     )
 
 

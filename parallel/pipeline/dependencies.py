@@ -7,6 +7,7 @@ whoever needs one need not ask which it was.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,7 +16,15 @@ from parallel.pipeline.action import Action, Kind, Schedule
 
 
 class ScheduleError(ValueError):
-    """A schedule breaks a rule: it is incomplete, out of order, or would hang."""
+    """A schedule breaks a rule: it is incomplete, out of order, or would hang.
+
+    rule: which, without the grid that the message shows. place: (rank, index in its list), where there is one.
+    """
+
+    def __init__(self, message: str, *, rule: str = "", place: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule or message
+        self.place = place
 
 
 class Value(IntEnum):
@@ -145,29 +154,34 @@ def channel_of(schedule: Schedule, action: Action) -> tuple[int, int]:
     return schedule.rank_of(stage, microbatch), schedule.rank_of(stage + ROUTES[value].step, microbatch)
 
 
-Mark = tuple[int, int]
-"""(rank, count): that rank has completed the first `count` of its actions."""
+def replay(bounds: Sequence[int], first: Sequence[int], awaited: Sequence[int]) -> list[int]:
+    """Let every rank go through its list as far as it can; the action before which each comes to rest.
 
-
-def replay(actions: Sequence[Sequence[Action]], waits: Sequence[Sequence[Sequence[Mark]]]) -> list[int]:
-    """Let every rank go through its list as far as it can; how many actions each has completed at rest.
-
-    `waits[rank][index]` are the marks that must be reached before that action completes. The lists are free of
-    deadlock exactly where every rank comes to its end. Linear in actions and marks.
+    Actions are numbered over all ranks: rank r has those from bounds[r] to bounds[r + 1]. Action a completes once
+    awaited[first[a]:first[a + 1]] have. The lists are free of deadlock exactly where every rank comes to its end.
+    Linear in actions and waits.
     """
-    done = [0] * len(actions)
-    sleepers: list[dict[int, list[int]]] = [{} for _ in actions]
-    awake = list(range(len(actions)))
+    at = list(bounds[:-1])
+    done = bytearray(bounds[-1])
+    sleepers: dict[int, list[int]] = {}
+    awake = deque(range(len(at)))
     while awake:
-        rank = awake.pop()
-        while done[rank] < len(actions[rank]):
-            missing = next((mark for mark in waits[rank][done[rank]] if done[mark[0]] < mark[1]), None)
-            if missing is not None:
-                sleepers[missing[0]].setdefault(missing[1], []).append(rank)
-                break
-            done[rank] += 1
-            awake.extend(sleepers[rank].pop(done[rank], ()))
-    return done
+        rank = awake.popleft()
+        action, last = at[rank], bounds[rank + 1]
+        while action < last:
+            for index in range(first[action], first[action + 1]):
+                if not done[awaited[index]]:
+                    sleepers.setdefault(awaited[index], []).append(rank)
+                    break
+            else:
+                done[action] = 1
+                if action in sleepers:
+                    awake.extend(sleepers.pop(action))
+                action += 1
+                continue
+            break
+        at[rank] = action
+    return at
 
 
 def each_leaf(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:

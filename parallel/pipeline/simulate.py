@@ -12,17 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parallel.pipeline.action import COMPUTE, Action, Schedule
-from parallel.pipeline.arrays import CODES, KINDS, Bools, Ints, Leaves, Products, leaves_of, peaks
+from parallel.pipeline.arrays import CODES, KINDS, Ints, Leaves, Products, leaves_of, peaks
 from parallel.pipeline.costs import Costs, costs_from
 from parallel.pipeline.dependencies import RULES, ScheduleError
-
-N = TypeVar("N", bound=np.generic)
 
 __all__ = [
     "Costs",
@@ -136,37 +132,40 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 class Work:
     """The compute actions of a schedule by number, to be run in any order on the ranks that have them.
 
-    duration: of each action. needs, gives: the products of other ranks that an action waits for, and those that it
-    sends, as columns with one entry per action: a column more for the second half of a pair, `never` or `nothing`
-    where there is none. What an action needs of its own rank must come before it: where it does not, it waits for
-    `never`.
+    What an action needs from its own rank must come before it in `leaves`: where it does not, it never starts. In
+    other orders the caller sees to that.
     """
 
     def __init__(self, schedule: Schedule, leaves: Leaves, costs: Costs) -> None:
         products = Products(schedule)
-        num_actions = int(leaves.offsets[-1])
-        self.nothing, self.never = products.count, products.count + 1
-        made_by = products.makers(leaves)
+        self.nothing, never = products.count, products.count + 1
         leaf, product = products.needed(leaves)
-        action, maker = leaves.action[leaf], made_by[product]
         crosses = products.holder[product] != leaves.rank[leaf]
-        in_order = (maker >= 0) & (maker < action)
-        waits = crosses | ~in_order
-        slot = np.where(crosses, product, self.never)
-        self.needs = _columns(action[waits], slot[waits], num_actions, self.nothing)
+        maker = products.makers(leaves)[product]
+        is_late = ~crosses & ((maker < 0) | (maker >= leaves.action[leaf]))
+        self.needs = _columns(
+            leaves, [(leaf[crosses], product[crosses]), (leaf[is_late], never)], self.nothing
+        )
         leaf, product = products.given(leaves)
-        sent = products.receiver[product] >= 0
-        self.gives = _columns(leaves.action[leaf[sent]], product[sent], num_actions, self.nothing)
+        is_sent = products.receiver[product] >= 0
+        leaf, product = leaf[is_sent], product[is_sent]
+        self.routes = _routes(products, product, schedule.num_ranks, costs)
+        self.gives = list(
+            zip(
+                _columns(leaves, [(leaf, product)], self.nothing),
+                _columns(leaves, [(leaf, self.routes.index)], -1),
+                strict=True,
+            )
+        )
         self.duration = _durations(leaves, costs, schedule.num_stages)
-        self.hops = _Hops(products, schedule.num_ranks, costs)
 
     def run(self, orders: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
         """Start and end of every action of each rank, in the order of `orders`, as far as the ranks come."""
-        needs, gives, duration, nothing = self.needs, self.gives, self.duration, self.nothing
-        link, latency, transmission = self.hops.link, self.hops.latency, self.hops.transmission
-        arrival = [math.inf] * nothing + [0.0, math.inf]
+        needs, gives, duration = self.needs, self.gives, self.duration
+        link, transmission, latency = self.routes.link, self.routes.transmission, self.routes.latency
+        arrival = [math.inf] * self.nothing + [0.0, math.inf]
         sleeper = [-1] * len(arrival)  # the rank that waits for this product
-        link_free = [0.0] * self.hops.num_links
+        link_free = [0.0] * len(link)
         starts: list[list[float]] = [[] for _ in orders]
         ends: list[list[float]] = [[] for _ in orders]
         awake = deque(range(len(orders)))
@@ -174,8 +173,8 @@ class Work:
             rank = awake.popleft()
             order, my_starts, my_ends = orders[rank], starts[rank], ends[rank]
             free = my_ends[-1] if my_ends else 0.0
-            for index in range(len(my_ends), len(order)):
-                action = order[index]
+            for position in range(len(my_ends), len(order)):
+                action = order[position]
                 start = free
                 for column in needs:
                     if (arrived := arrival[column[action]]) > start:
@@ -187,39 +186,53 @@ class Work:
                 free = start + duration[action]
                 my_starts.append(start)
                 my_ends.append(free)
-                for column in gives:
-                    if (product := column[action]) != nothing:
-                        sent = max(free, link_free[link[product]]) + transmission[product]
-                        link_free[link[product]] = sent
-                        arrival[product] = sent + latency[product]
+                for column, routes in gives:
+                    if (route := routes[action]) >= 0:
+                        sent = max(free, link_free[link[route]]) + transmission[route]
+                        link_free[link[route]] = sent
+                        product = column[action]
+                        arrival[product] = sent + latency[route]
                         if sleeper[product] >= 0:
                             awake.append(sleeper[product])
                             sleeper[product] = -1
         return starts, ends
 
 
-class _Hops:
-    """Over which link each product travels (-1: none), and how long it is under way; lists by product."""
-
-    def __init__(self, products: Products, num_ranks: int, costs: Costs) -> None:
-        is_sent = products.receiver >= 0
-        between = products.holder * num_ranks + products.receiver
-        pairs, index = np.unique(between[is_sent], return_inverse=True)
-        links = [costs.link(*divmod(int(pair), num_ranks)) for pair in pairs]
-        self.num_links = len(links)
-        self.link: list[int] = _scattered(is_sent, index, -1).tolist()
-        latency = np.array([link.latency_s for link in links])
-        self.latency: list[float] = _scattered(is_sent, latency[index], 0.0).tolist()
-        slowness = np.array([1 / (link.bandwidth_bytes_per_s or math.inf) for link in links])
-        sizes = np.array([costs.bytes_at(boundary) for boundary in range(products.num_stages - 1)])
-        transmission = sizes[products.boundary[is_sent]] * slowness[index]
-        self.transmission: list[float] = _scattered(is_sent, transmission, 0.0).tolist()
+def _columns(leaves: Leaves, entries: Sequence[tuple[Ints, Ints | int]], nothing: int) -> list[list[int]]:
+    """One value per action and half of a pair, from (leaves, their values); later entries replace earlier ones."""
+    half = leaves.half
+    columns = np.full((1 + int(half.any()), leaves.num_actions), nothing)
+    for leaf, values in entries:
+        columns[half[leaf], leaves.action[leaf]] = values
+    return columns.tolist()
 
 
-def _scattered(mask: Bools, values: NDArray[N], elsewhere: float) -> NDArray[N]:
-    result = np.full(len(mask), elsewhere, dtype=values.dtype)
-    result[mask] = values
-    return result
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Routes:
+    """A route is a boundary between stages on a link between ranks. index: of each product; the others by route."""
+
+    index: Ints
+    link: list[int]
+    transmission: list[float]
+    latency: list[float]
+
+
+def _routes(products: Products, sent: Ints, num_ranks: int, costs: Costs) -> _Routes:
+    """Of the products `sent`."""
+    key = (products.boundary[sent] * num_ranks + products.holder[sent]) * num_ranks + products.receiver[sent]
+    keys, index = np.unique(key, return_inverse=True)
+    pairs: dict[int, int] = {}
+    link_of: list[int] = []
+    transmission: list[float] = []
+    latency: list[float] = []
+    for key in keys.tolist():
+        boundary, pair = divmod(key, num_ranks * num_ranks)
+        link = costs.link(*divmod(pair, num_ranks))
+        link_of.append(pairs.setdefault(pair, len(pairs)))
+        bandwidth = link.bandwidth_bytes_per_s
+        transmission.append(costs.bytes_at(boundary) / bandwidth if bandwidth else 0.0)
+        latency.append(link.latency_s)
+    return _Routes(index=index, link=link_of, transmission=transmission, latency=latency)
 
 
 def _durations(leaves: Leaves, costs: Costs, num_stages: int) -> list[float]:
@@ -228,21 +241,13 @@ def _durations(leaves: Leaves, costs: Costs, num_stages: int) -> list[float]:
     for kind in RULES:
         table[CODES[kind]] = [costs.of_kind(kind, stage) for stage in range(num_stages)]
     of_leaf: list[float] = table[leaves.kind, leaves.stage].tolist()
-    if len(of_leaf) == leaves.offsets[-1]:
+    if len(of_leaf) == leaves.num_actions:
         return of_leaf
-    first = np.searchsorted(leaves.action, np.arange(int(leaves.offsets[-1]) + 1)).tolist()
+    first = np.searchsorted(leaves.action, np.arange(leaves.num_actions + 1)).tolist()
     return [
         of_leaf[one] if other - one == 1 else costs.of_pair(*of_leaf[one:other])
         for one, other in pairwise(first)
     ]
-
-
-def _columns(action: Ints, values: Ints, num_actions: int, nothing: int) -> list[list[int]]:
-    """Each action's `values` by action: the first of each in the first column; `action` ascends."""
-    nth = np.arange(len(action)) - np.searchsorted(action, action)
-    columns = np.full((int(nth.max(initial=-1)) + 1, num_actions), nothing)
-    columns[nth, action] = values
-    return columns.tolist()
 
 
 def peak_live(actions: Sequence[Action]) -> tuple[int, int]:

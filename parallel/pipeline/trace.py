@@ -194,7 +194,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._marks: list[tuple[Activity, int, int | None, Any, Any]] = []
         self.peak_live_activations = 0
         self.peak_held_weight_grad_bytes = 0
@@ -221,7 +221,7 @@ class Recorder:
 
     def trace(self) -> Trace:
         """The step so far. On CUDA this waits for the device."""
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize(self._device)
         return Trace(
             start_s=self._start_s,
@@ -237,14 +237,14 @@ class Recorder:
         )
 
     def _now(self) -> Any:
-        if self._device.type == "cuda":
+        if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return time.perf_counter()
 
     def _since_start(self, mark: Any) -> float:
-        if self._device.type == "cuda":
+        if self._is_cuda:
             return float(self._start.elapsed_time(mark)) / 1e3
         return float(mark - self._start)
 

@@ -77,7 +77,7 @@ def test_every_example_in_the_help_is_valid() -> None:
             arguments = parse(words[1:])
             assert arguments.command == name
             if command.argument:
-                assert len(arguments.overrides) == 1
+                assert arguments.overrides
                 continue
             for overrides in expand_sweep(arguments.overrides, find_choices()):
                 _check(name, compose_config(overrides))

@@ -16,9 +16,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.dependencies import Product, gives, microbatch_of, needs
+from parallel.pipeline.dependencies import Product, Value, gives, microbatch_of, needs
 
 _INTERVAL = 6
+
+Slot = tuple[Value, int]
+"""A value and its stage: a product of any micro-batch."""
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
@@ -149,46 +152,55 @@ def fill(orders: Sequence[Sequence[Action]], num_microbatches: int, *, max_held:
     """`orders` with the W that they lack, in a run where every action takes one unit and messages none.
 
     A rank runs its oldest W where its next action is not ready, or is a forward with which it would hold more
-    than `max_held` activations and weight gradients to be computed. Linear in the number of actions and idle units.
+    than `max_held` activations and weight gradients to be computed. In `orders`, each stage takes the micro-batches
+    in turn. Linear in the number of actions and idle units.
     """
     num_ranks = len(orders)
     num_stages = 2 * num_ranks
+    rules = {
+        (kind, stage): (_slots(needs(action, num_stages)), _slots(gives(action)))
+        for kind in (Kind.F, Kind.I, Kind.W)
+        for stage in range(num_stages)
+        for action in (Action(stage, kind, 0),)
+    }
+    # Micro-batches of which a stage has each value; they come in turn, so a count tells which.
+    made = {slot: 0 for _, given in rules.values() for slot in given}
     placed = [{action for action in order if action.kind is Kind.W} for order in orders]
-    total = [6 * num_microbatches] * num_ranks
-    available: set[Product] = set()
     at, held = [0] * num_ranks, [0] * num_ranks
     owed: list[deque[Action]] = [deque() for _ in orders]
     result: list[list[Action]] = [[] for _ in orders]
     unfinished = list(range(num_ranks))
     while unfinished:
-        started: list[Action] = []
+        finished: list[Slot] = []
         for rank in unfinished:
             action = orders[rank][at[rank]] if at[rank] < len(orders[rank]) else None
-            waits = (
-                action is None
-                or (action.kind is Kind.F and held[rank] == max_held)
-                or not available.issuperset(needs(action, num_stages))
-            )
-            if not waits:
+            if (
+                action is not None
+                and (action.kind is not Kind.F or held[rank] < max_held)
+                and all(made[slot] > microbatch_of(action) for slot in rules[action.kind, action.stage][0])
+            ):
                 at[rank] += 1
             elif owed[rank]:
                 action = owed[rank].popleft()
             else:
                 continue
-            assert action is not None
-            started.append(action)
             result[rank].append(action)
+            finished += rules[action.kind, action.stage][1]
             if action.kind is Kind.F:
                 held[rank] += 1
             elif action.kind is Kind.W:
                 held[rank] -= 1
             else:
-                weight = Action(action.stage, Kind.W, microbatch_of(action))
+                weight = Action(action.stage, Kind.W, action.microbatch)
                 if weight not in placed[rank]:
                     owed[rank].append(weight)
-        for action in started:
-            available.update(gives(action))
-        unfinished = [rank for rank in unfinished if len(result[rank]) < total[rank]]
+        for slot in finished:
+            made[slot] += 1
+        unfinished = [rank for rank in unfinished if len(result[rank]) < 6 * num_microbatches]
         # A unit in which no rank starts anything would be followed by another.
-        assert started or not unfinished, "the orders wait for each other, or hold too much"
+        assert finished or not unfinished, "the orders wait for each other, or hold too much"
     return result
+
+
+def _slots(products: Sequence[Product]) -> list[Slot]:
+    return [(value, stage) for value, stage, _ in products]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
 from parallel.pipeline.action import Action
@@ -70,9 +72,15 @@ def test_routes_of_two_copies() -> None:
     assert destination(schedule, (DW, 1, 0)) is None
 
 
-def test_replay_rests_where_ranks_wait_for_each_other() -> None:
-    a, b = Action.parse("0F0"), Action.parse("1F0")
-    lists = [[a, a], [b, b]]
-    assert replay(lists, [[[], [(1, 1)]], [[(0, 1)], [(0, 2)]]]) == [2, 2]
-    assert replay(lists, [[[], [(1, 2)]], [[(0, 1)], [(0, 2)]]]) == [1, 1]
-    assert replay(lists, [[[(0, 1)], []], [[], []]]) == [0, 2]
+@pytest.mark.parametrize(
+    ("waits", "rest"),
+    [
+        ([[], [2], [0], [1]], [2, 4]),  # 0; 2 after 0; 1 after 2; 3 after 1
+        ([[], [3], [0], [1]], [1, 3]),  # 1 and 3 wait for each other
+        ([[0], [], [], []], [0, 4]),  # 0 waits for itself
+        ([[2, 3], [], [], []], [2, 4]),
+    ],
+)
+def test_replay_rests_where_ranks_wait_for_each_other(waits: list[list[int]], rest: list[int]) -> None:
+    first = [0, *accumulate(map(len, waits))]
+    assert replay([0, 2, 4], first, [mark for of in waits for mark in of]) == rest
