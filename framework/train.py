@@ -74,6 +74,8 @@ def train_step(assembly: Assembly, step: int) -> StepOutcome:
     config = assembly.config
     recorder = Recorder(assembly.device)
     assembly.axes.meter.reset()
+    # The ranks start together: what one of them logs or draws between steps is part of the step, not of its bubble.
+    dist.barrier(group=assembly.mesh.world)
     loss = forward_backward(assembly, step, recorder)
     rate = learning_rate(
         config.optimizer.lr_schedule,
@@ -124,8 +126,6 @@ def train(
             timeline = gather_timeline(assembly, step, outcome)
             if timeline is not None and take_timeline is not None:
                 take_timeline(timeline)
-            # All wait here, or the next step would count the drawing as its bubble.
-            dist.barrier(group=assembly.mesh.world)
         done = step + 1
         interval = training.eval_interval_steps
         if done == training.num_steps or (interval and done % interval == 0):
