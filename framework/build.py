@@ -177,8 +177,8 @@ def _loader(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> BatchLoad
         seq_length=config.data.seq_length,
         micro_batch_size=config.data.micro_batch_size,
         num_microbatches=config.schedule.num_microbatches,
-        data_parallel_rank=mesh.data.rank(),
-        data_parallel_size=mesh.data.size(),
+        data_parallel_rank=mesh.coordinate.data,
+        data_parallel_size=mesh.config.data_parallel_size,
     )
 
 

@@ -92,6 +92,8 @@ FEATURES: tuple[Feature, ...] = (
     _schedule("v_min", "V-Min"),
     _schedule("dualpipe", "DualPipe, two copies"),
     _schedule("dualpipe_v", "DualPipe in a V"),
+    _schedule("auto", "a searched schedule"),
+    _schedule("csv", "a schedule from a file"),
     _zero(1, "ZeRO-1"),
     _zero(2, "ZeRO-2"),
     _zero(3, "ZeRO-3"),

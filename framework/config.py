@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.config import ScheduleConfig
-from parallel.pipeline.generate import generate
+from parallel.pipeline.source import schedule_from
 from parallel.zero_config import ZeroConfig
 
 T = TypeVar("T")
@@ -144,14 +144,9 @@ def check(config: TrainConfig) -> None:
 def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
     """The schedule that `schedule` names, for this many pipeline ranks.
 
-    Raises ValueError: for a name that no generator has, or (ranks, micro-batches) that its rule refuses.
+    Raises ValueError: for a name that there is none of, or (ranks, micro-batches, costs, file) that its rule refuses.
     """
-    return generate(
-        schedule.name,
-        parallel.pipeline_parallel_size,
-        schedule.num_microbatches,
-        num_chunks=schedule.num_chunks,
-    )
+    return schedule_from(schedule, parallel.pipeline_parallel_size).schedule
 
 
 def _tensor_problems(config: TrainConfig) -> list[str]:
@@ -299,7 +294,7 @@ def _default(cls: type[Any], key: str) -> Any:
 def _read_value(hint: Any, value: Any, dotted: str, default: Any, problems: list[str]) -> Any:
     from pydantic import TypeAdapter, ValidationError
 
-    if isinstance(value, list) and get_origin(hint) is tuple:
+    if isinstance(value, list) and any(get_origin(arm) is tuple for arm in (hint, *get_args(hint))):
         value = tuple(cast(list[Any], value))
     # pydantic takes True for Literal[1] and 1.0 as well, for they compare equal.
     same_type = get_origin(hint) is not Literal or any(type(value) is type(item) for item in get_args(hint))

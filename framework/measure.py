@@ -17,6 +17,7 @@ from framework.metrics.hardware import device_name, peak_flops
 from framework.metrics.record import StepRecord
 from framework.metrics.timeline import Timeline, build_timeline
 from parallel.collectives import all_gather_into
+from parallel.mesh import ranks_along
 from parallel.pipeline.trace import (
     CATEGORIES,
     COMPUTE_CATEGORIES,
@@ -189,11 +190,12 @@ def gather_timeline(assembly: Assembly, step: int, outcome: StepOutcome) -> Time
         return None
     traces: list[Trace] | None = None
     if mesh.rank == 0:
-        traces = [outcome.trace] * mesh.pipeline.size()
-    dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
+        traces = [outcome.trace] * mesh.config.pipeline_parallel_size
+    if mesh.pipeline is not None:
+        dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
     if traces is None:
         return None
-    global_ranks = dist.get_process_group_ranks(mesh.pipeline)
+    global_ranks = ranks_along(mesh.config, mesh.coordinate, "pipeline")
     clock = align(
         [outcome.ranks[rank].start_s for rank in global_ranks],
         [int(outcome.ranks[rank].clock_id) for rank in global_ranks],

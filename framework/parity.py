@@ -21,6 +21,7 @@ from framework.run import RunContext
 from framework.train import forward_backward, seed_everything
 from parallel.collectives import all_reduce
 from parallel.mesh import MeshConfig
+from parallel.pipeline.config import ScheduleConfig
 from parallel.pipeline.trace import Recorder
 from parallel.zero_config import ZeroConfig
 
@@ -60,7 +61,7 @@ def reference_config(config: TrainConfig) -> TrainConfig:
         config,
         parallel=MeshConfig(),
         zero=ZeroConfig(),
-        schedule=replace(config.schedule, name="1f1b", num_microbatches=num_microbatches, num_chunks=None),
+        schedule=ScheduleConfig(name="1f1b", num_microbatches=num_microbatches),
     )
 
 

@@ -101,7 +101,7 @@ def resume(assembly: Assembly, run: RunContext) -> int:
             "steps already; set training.num_steps higher to go on"
         )
     assembly.optimizer.restore(metadata["num_steps"])
-    state = read_rank_state(folder, assembly.mesh.rank, assembly.mesh.world.size())
+    state = read_rank_state(folder, assembly.mesh.rank, assembly.axes.world.size)
     if state is None:
         logger.warning(
             "%s was written by another number of ranks: random generators start from the seed", folder

@@ -239,6 +239,8 @@ def _dispatch(
         return run(config, options)
     if arguments.command == "parity":
         from launch.parity import print_result, run
+    elif arguments.command == "profile":
+        from launch.profile import print_result, run
     else:
         from launch.memory import print_result, run
     result = run(config, options)
@@ -249,14 +251,13 @@ def _dispatch(
 def _simulate(config: TrainConfig, out: Path | None) -> dict[str, Any]:
     from rich.console import Console
 
-    from framework.config import build_schedule, config_hash
+    from framework.config import config_hash
     from launch.simulate import run
 
-    build_schedule(config.schedule, config.parallel)
     name = f"{config.schedule.name}-p{config.parallel.pipeline_parallel_size}-m{config.schedule.num_microbatches}"
     # The same schedule and costs give the same pictures, so they have one folder.
     folder = Path(config.launcher.runs_dir) / f"simulate-{name}-{config_hash(config.schedule)[:8]}"
-    return run(config.schedule, config.parallel, out or folder, console=Console())
+    return run(config, out or folder, console=Console())
 
 
 def _timeline(arguments: Arguments) -> dict[str, Any]:

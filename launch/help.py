@@ -77,13 +77,18 @@ COMMANDS: dict[str, Command] = {
             with the costs you give, and draws the timeline. Looks at the pipeline's size and the schedule only:
             the model need not fit.""",
         overrides=(
-            ("schedule=dualpipe", "gpipe, 1f1b, dualpipe or naive"),
+            ("schedule=dualpipe", "one of conf/schedule: gpipe, 1f1b, zbv, ..., auto, csv"),
             ("parallel.pipeline_parallel_size=8", "pipeline ranks"),
             ("schedule.num_microbatches=20", "micro-batches of a step, both directions"),
-            ("schedule.costs.forward=1", "time of a forward"),
+            ("schedule.costs.profile=FILE", "costs that `counterflow profile` measured"),
+            ("schedule.costs.forward=1", "time of a forward; [1,2,1,1] gives one per stage"),
             ("schedule.costs.input_gradient=1", "time of an input gradient"),
             ("schedule.costs.weight_gradient=1", "time of a weight gradient"),
             ("schedule.costs.pair=2", "time of an overlapped pair (null: nothing hidden)"),
+            (
+                "schedule.path=FILE",
+                "with schedule=csv: one row per rank, as torch.distributed.pipelining writes",
+            ),
         ),
         examples=(
             (
@@ -99,8 +104,38 @@ COMMANDS: dict[str, Command] = {
         ),
         output="""\
             runs/simulate-<schedule>-p<ranks>-m<micro-batches>-<hash>/ (or --out): timeline as SVG and PNG, the
-            actions as CSV. --json: makespan, idle, peak_activations, bubble_makespan, bubble_span, ...""",
+            actions as CSV. --json: makespan, idle, peak_activations, bubble_makespan, bubble_span, volume, ...""",
         columns=("makespan", "idle", "peak_activations", "bubble_makespan", "bubble_span"),
+    ),
+    "profile": Command(
+        summary="measure what each pipeline stage costs here, for simulate and schedule=auto",
+        about="""\
+            Cuts the model into the schedule's stages, times F, I, W and B of each on one rank (or on the ranks of
+            its tensor axis), and the link between two local ranks with messages of the real size. Writes a file
+            that schedule.costs.profile reads.""",
+        overrides=(
+            ("model=tiny", "the model's shape"),
+            ("parallel.pipeline_parallel_size=4", "pipeline ranks"),
+            ("schedule=zbv", "whose stages: two a rank for the V-shaped ones, else one"),
+            ("data.micro_batch_size=2", "samples of a micro-batch"),
+            ("precision=bf16", "fp32 or bf16"),
+        ),
+        examples=(
+            ("counterflow profile parallel.pipeline_parallel_size=4", "the stages of the default schedule"),
+            (
+                "counterflow profile schedule=zbv --out mine.json",
+                "two stages a rank, into a file of your own",
+            ),
+            (
+                "counterflow simulate schedule=auto schedule.costs.profile=runs/profile-....json "
+                "parallel.pipeline_parallel_size=4",
+                "the best schedule for them",
+            ),
+        ),
+        output="""\
+            runs/profile-s<stages>-<hash>.json (or --out FILE.json, or --out DIR for DIR/profile.json).
+            --json: path, num_stages, stages [{forward_s, ...}], activation_bytes, link, inflation.""",
+        columns=("num_stages", "inflation", "link.latency_s", "link.bandwidth_bytes_per_s"),
     ),
     "parity": Command(
         summary="check a layout against one process: loss, gradients, parameters",

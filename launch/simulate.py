@@ -2,83 +2,192 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from parallel.mesh import MeshConfig
+from framework.config import TrainConfig
+from framework.costs import message_bytes, stage_bytes
 from parallel.pipeline.action import Schedule
-from parallel.pipeline.config import ScheduleConfig
+from parallel.pipeline.costs import Costs, costs_from
 from parallel.pipeline.draw import timeline_png, timeline_svg
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
-from parallel.pipeline.simulate import FormulaBubble, Simulation, bubble_formula, costs_from, simulate
+from parallel.pipeline.simulate import FormulaBubble, Simulation, bubble_formula, simulate
+from parallel.pipeline.source import schedule_from
 from parallel.pipeline.text import to_csv
 from parallel.pipeline.verify import Report, verify
+from parallel.pipeline.volume import Volume, data_volume, pipeline_volume
+
+# Compute actions up to which the executable form is made and proven as well, and the timeline drawn; and up to which
+# the compute actions are written. Larger schedules are proven and simulated in a second or a few without them.
+MAX_DRAWN, MAX_WRITTEN = 40_000, 400_000
+_MAX_LINKS_SHOWN = 16
 
 
-def run(
-    schedule_config: ScheduleConfig, mesh: MeshConfig, output_dir: Path, *, console: Console
-) -> dict[str, Any]:
+def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str, Any]:
     """Simulate the configured schedule on the mesh's pipeline axis; write its pictures and CSV to `output_dir`.
 
     Returns what `--json` prints: schedule, num_stages, num_microbatches, makespan, idle and peak_activations
-    per rank, bubble_makespan, bubble_span, bubble_formula (a share, or None), and the paths svg, png, csv and
-    executable_csv.
+    per rank, bubble_makespan, bubble_span, bubble_formula (a share, or None), volume (bytes), notes, and the paths
+    svg, png, csv and executable_csv (None for what was too large).
 
-    Raises ValueError: sizes that the schedule does not fit.
+    Raises ValueError: sizes that the schedule does not fit, costs or a file that do not fit the schedule.
     """
-    num_ranks, num_microbatches = mesh.pipeline_parallel_size, schedule_config.num_microbatches
-    schedule = generate(
-        schedule_config.name, num_ranks, num_microbatches, num_chunks=schedule_config.num_chunks
-    )
-    verify(schedule)
-    executable = lower(schedule, zero_stage=3)
-    report = verify(executable)
+    num_ranks = config.parallel.pipeline_parallel_size
+    source = schedule_from(config.schedule, num_ranks)
+    schedule, notes = source.schedule, [source.note] if source.note else []
+    num_actions = sum(map(len, schedule.actions))
+    report = verify(schedule)
+    executable = lower(schedule, zero_stage=3) if num_actions <= MAX_DRAWN else None
+    if executable is not None:
+        report = verify(executable)
 
-    costs = costs_from(schedule_config.costs, schedule.num_stages)
+    costs = costs_from(config.schedule.costs, schedule.num_stages)
     simulation = simulate(schedule, costs)
-    formula = bubble_formula(schedule.name, num_ranks, num_microbatches, costs)
+    formula = bubble_formula(schedule.name, num_ranks, schedule.num_microbatches, costs)
+    volume = _volume(config, schedule, executable, costs)
+    if executable is None:
+        notes.append(
+            f"{num_actions} actions: proven and simulated as compute actions; above {MAX_DRAWN} the communication is "
+            "not added and nothing is drawn (train adds and proves it); choose fewer ranks or micro-batches to see it"
+        )
+    if volume.data is None and config.parallel.data_parallel_size > 1:
+        notes.append(
+            "bytes on the data axis are not counted: the schedule is too large, or the model has too few layers for "
+            f"{schedule.num_stages} stages"
+        )
     _print(console, schedule, report, simulation, formula)
-
-    output_dir.mkdir(parents=True, exist_ok=True)
-    stem = output_dir / f"{schedule.name}_p{num_ranks}_m{num_microbatches}"
-    svg, png, csv = (Path(f"{stem}.{suffix}") for suffix in ("svg", "png", "csv"))
-    executable_csv = Path(f"{stem}.executable.csv")
-    title = (
-        f"{schedule.name}: {num_ranks} ranks, {num_microbatches} micro-batches, "
-        f"makespan {simulation.makespan:g}, bubble {simulation.bubble_makespan:.1%}"
-    )
-    svg.write_text(
-        timeline_svg(simulation.intervals, schedule=schedule, title=title, unit="time"), encoding="utf-8"
-    )
-    timeline_png(simulation.intervals, png, schedule=schedule, title=title, unit="time")
-    csv.write_text(to_csv(schedule, compute_only=True), encoding="utf-8")
-    executable_csv.write_text(to_csv(executable, compute_only=False), encoding="utf-8")
-    for what, path in (
-        ("timeline", svg),
-        ("timeline", png),
-        ("compute actions", csv),
-        ("all actions, with zero.stage=3", executable_csv),
-    ):
-        console.print(f"{path}  ({what})", soft_wrap=True, highlight=False, markup=False)
+    _print_volume(console, volume)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    paths = _write(output_dir, schedule, executable, simulation, num_actions)
+    for what, path in paths.items():
+        if path is not None:
+            console.print(f"{path}  ({_FILES[what]})", soft_wrap=True, highlight=False, markup=False)
     return {
         "schedule": schedule.name,
         "num_stages": schedule.num_stages,
-        "num_microbatches": num_microbatches,
+        "num_microbatches": schedule.num_microbatches,
         "makespan": simulation.makespan,
         "idle": list(simulation.idle),
         "peak_activations": list(simulation.peak_activations),
         "bubble_makespan": simulation.bubble_makespan,
         "bubble_span": simulation.bubble_span,
         "bubble_formula": None if formula is None else formula.fraction,
-        "svg": str(svg),
-        "png": str(png),
-        "csv": str(csv),
-        "executable_csv": str(executable_csv),
+        "volume": _volume_mapping(volume),
+        "notes": notes,
+        **{what: None if path is None else str(path) for what, path in paths.items()},
     }
+
+
+_FILES = {
+    "svg": "timeline",
+    "png": "timeline",
+    "csv": "compute actions",
+    "executable_csv": "all actions, with zero.stage=3",
+}
+
+
+def _write(
+    output_dir: Path,
+    schedule: Schedule,
+    executable: Schedule | None,
+    simulation: Simulation,
+    num_actions: int,
+) -> dict[str, Path | None]:
+    """The files that the schedule is small enough for, under the names of `_FILES`."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    stem = output_dir / f"{schedule.name}_p{schedule.num_ranks}_m{schedule.num_microbatches}"
+    paths: dict[str, Path | None] = dict.fromkeys(_FILES)
+    if num_actions <= MAX_WRITTEN:
+        paths["csv"] = csv = Path(f"{stem}.csv")
+        csv.write_text(to_csv(schedule, compute_only=True), encoding="utf-8")
+    if executable is None:
+        return paths
+    paths["executable_csv"] = executable_csv = Path(f"{stem}.executable.csv")
+    executable_csv.write_text(to_csv(executable, compute_only=False), encoding="utf-8")
+    title = (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} micro-batches, "
+        f"makespan {simulation.makespan:g}, bubble {simulation.bubble_makespan:.1%}"
+    )
+    intervals = simulation.intervals
+    paths["svg"], paths["png"] = svg, png = Path(f"{stem}.svg"), Path(f"{stem}.png")
+    svg.write_text(timeline_svg(intervals, schedule=schedule, title=title, unit="time"), encoding="utf-8")
+    timeline_png(intervals, png, schedule=schedule, title=title, unit="time")
+    return paths
+
+
+def _volume(config: TrainConfig, schedule: Schedule, executable: Schedule | None, costs: Costs) -> Volume:
+    """Messages of the size that the costs give or, where they give none, of the model's; data axis where known."""
+    if not costs.message_bytes:
+        costs = replace(costs, message_bytes=float(message_bytes(config)))
+    links = pipeline_volume(schedule, costs)
+    sizes = stage_bytes(config, schedule.num_stages)
+    if executable is None or sizes is None:
+        return Volume(links=links)
+    zero = config.zero
+    if zero.stage != 3 or zero.reshard_after != "use":
+        executable = lower(schedule, zero_stage=zero.stage, reshard_after=zero.reshard_after)
+    data = data_volume(
+        executable,
+        parameter_bytes=sizes.parameters,
+        gradient_bytes=sizes.gradients,
+        data_parallel_size=config.parallel.data_parallel_size,
+        zero_stage=zero.stage,
+    )
+    return Volume(links=links, data=data)
+
+
+def _volume_mapping(volume: Volume) -> dict[str, Any]:
+    data = volume.data
+    return {
+        "forward_bytes": volume.forward_bytes,
+        "backward_bytes": volume.backward_bytes,
+        "total_bytes": sum(volume.by_axis.values()),
+        "by_axis": volume.by_axis,
+        "links": [asdict(link) for link in volume.links],
+        "unshard_bytes": None if data is None else list(data.unshard_bytes),
+        "reduce_bytes": None if data is None else list(data.reduce_bytes),
+    }
+
+
+def _print_volume(console: Console, volume: Volume) -> None:
+    """Bytes by link, then by axis: of one pipeline and one step."""
+    if volume.links:
+        table = Table(title="bytes sent in a step, one pipeline", title_justify="left")
+        for column in ("link", "messages", "forward", "backward", "together"):
+            table.add_column(column, justify="right")
+        for link in volume.links[:_MAX_LINKS_SHOWN]:
+            sizes = (link.forward_bytes, link.backward_bytes, link.forward_bytes + link.backward_bytes)
+            table.add_row(
+                f"{link.source} -> {link.target}", str(link.num_messages), *map(readable_bytes, sizes)
+            )
+        if len(volume.links) > _MAX_LINKS_SHOWN:
+            table.add_row(f"... {len(volume.links) - _MAX_LINKS_SHOWN} more", "", "", "", "")
+        console.print(table)
+    lines = [
+        f"bytes, pipeline    forward {readable_bytes(volume.forward_bytes)}, backward "
+        f"{readable_bytes(volume.backward_bytes)}, in all {readable_bytes(volume.by_axis['pipeline'])}"
+    ]
+    if (data := volume.data) is not None:
+        lines.append(
+            f"bytes, data        unshard {readable_bytes(sum(data.unshard_bytes))}, reduce "
+            f"{readable_bytes(sum(data.reduce_bytes))}, in all {readable_bytes(volume.by_axis['data'])}"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def readable_bytes(count: float) -> str:
+    """As `12.3 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.4g} {unit}"
+        count /= 1024
+    raise AssertionError("the last unit takes any count")
 
 
 def _print(
@@ -115,7 +224,9 @@ def _print(
         else f"bubble, formula   {formula.fraction:.4f}  {formula.text} = {formula.idle:g} idle per rank; "
         "exact for equal stages in the balanced case only",
         f"verified          every micro-batch, {report.num_messages} messages between ranks, no deadlock with "
-        "buffered or blocking sends",
+        "buffered or blocking sends"
+        if report.executable
+        else "verified          every micro-batch, every order",
     ]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

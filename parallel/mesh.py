@@ -80,26 +80,28 @@ class Coordinate:
 class Mesh:
     """One rank's view of the mesh: its coordinate and the process groups it belongs to.
 
-    tensor, data, pipeline: the groups along one axis, ordered by coordinate.
+    A group of this rank alone is None, the group of all ranks is torch's default, and groups of the same ranks
+    are one: with gloo each costs a thread that wakes a hundred times a second.
+
+    tensor, pipeline: the groups along one axis, ordered by coordinate.
     replica: the ranks that hold the same parameters: data x context, times the mirror pair where the schedule
         keeps two copies of each stage. ZeRO shards over it, gradients are reduced over it.
     world: every rank.
     ends: the ranks of the first and the last stage at this coordinate of the other axes, which hold the two
         copies of a tied embedding; on ranks between them, and where both stages share a rank, this rank alone.
     pipeline_reverse: a second communicator along the pipeline, because NCCL orders the operations of one
-        communicator and activations and gradients travel in opposite directions.
+        communicator and activations and gradients travel in opposite directions; with gloo, `pipeline`.
     """
 
     config: MeshConfig
     rank: int
     coordinate: Coordinate
-    tensor: dist.ProcessGroup
-    data: dist.ProcessGroup
-    pipeline: dist.ProcessGroup
-    pipeline_reverse: dist.ProcessGroup
-    replica: dist.ProcessGroup
-    ends: dist.ProcessGroup
-    world: dist.ProcessGroup
+    tensor: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup | None
+    pipeline_reverse: dist.ProcessGroup | None
+    replica: dist.ProcessGroup | None
+    ends: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
 
 
 def ranks_along(config: MeshConfig, coordinate: Coordinate, *axes: str) -> list[int]:
@@ -152,20 +154,32 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         )
     coordinate = config.coordinate_of(rank)
 
+    groups: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD, (rank,): None}
+
     def group(ranks: list[int], name: str) -> Any:
-        # Only members take part, and members agree on the name, so no rank waits for groups it is not in.
-        return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        if tuple(ranks) not in groups:
+            groups[tuple(ranks)] = _new_group(ranks, name)
+        return groups[tuple(ranks)]
 
     pipeline = ranks_along(config, coordinate, "pipeline")
+    one_communicator = "nccl" not in dist.get_backend() or len(pipeline) == 1
     return Mesh(
         config=config,
         rank=rank,
         coordinate=coordinate,
         tensor=group(ranks_along(config, coordinate, "tensor"), "tensor"),
-        data=group(ranks_along(config, coordinate, "data", "context"), "data"),
         pipeline=group(pipeline, "pipeline"),
-        pipeline_reverse=group(pipeline, "pipeline_reverse"),
+        pipeline_reverse=group(pipeline, "pipeline")
+        if one_communicator
+        else _new_group(pipeline, "pipeline, reverse"),
         replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
         ends=group(ends_ranks(config, coordinate, mirrored=mirrored), "ends"),
         world=group(list(range(world_size)), "world"),
     )
+
+
+def _new_group(ranks: list[int], name: str) -> Any:
+    import torch.distributed as dist
+
+    # Only members take part, and members agree on the name, so no rank waits for groups it is not in.
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)

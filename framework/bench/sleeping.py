@@ -7,9 +7,9 @@ this project's runtime and under torch.distributed.pipelining, which is the peer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from parallel.pipeline.action import Schedule
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.stage import PlainParameters, Stage
-from parallel.pipeline.weight_grad import WeightGradSink
 
 # Where torch has a schedule of the same shape.
 TORCH_SCHEDULES: dict[str, Any] = {
@@ -51,108 +50,88 @@ class SleepCosts:
     weight_gradient_s: float
 
 
-class _SleepInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
+class SleepingStage(Stage):
+    """For this project's runtime: F, I and W sleep; activations and gradients are zeros of one shape."""
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return grad_outputs[0], None, None
+    def __init__(self, index: int, costs: SleepCosts, shape: tuple[int, ...]) -> None:
+        module = nn.Identity()
+        super().__init__(index, module, PlainParameters(module))
+        self._costs, self._value = costs, torch.zeros(shape)
+        self._live: set[int] = set()
 
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
 
-class _SleepWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        return weight.clone()
+    def forward(self, microbatch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        time.sleep(self._costs.forward_s)
+        self._live.add(microbatch)
+        return (self._value,)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.backward_s)
-        return grad_outputs[0], None
+    def set_loss(self, microbatch: int, loss: Tensor) -> None:
+        """There is nothing to differentiate."""
 
+    def backward(
+        self, microbatch: int, grad_outputs: Sequence[Tensor] | None, *, defer: bool
+    ) -> tuple[Tensor, ...]:
+        self._live.remove(microbatch)
+        time.sleep(self._costs.input_gradient_s + (0.0 if defer else self._costs.weight_gradient_s))
+        return (self._value,)
 
-class _SinkWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: SleepingStage) -> Tensor:
-        ctx.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        sink, weight = ctx.module.weight_grad_sink, ctx.module.weight
-        assert sink is not None
-        flat = grad_outputs[0].reshape(-1, 1)[:1]
-        sink.add(weight, None, flat, flat)
-        return grad_outputs[0], None
+    def weight_backward(self, microbatch: int) -> None:
+        time.sleep(self._costs.weight_gradient_s)
 
 
-class TorchSleepingStage(nn.Module):
-    """For torch's runtime: the input's node sleeps I, the weight's node sleeps W."""
+class TorchSleepingStage(PipelineStage):
+    """For torch's runtime: the same sleeps, where it would run the module and autograd."""
 
-    def __init__(self, costs: SleepCosts) -> None:
-        super().__init__()
-        self.costs = costs
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.anchor = nn.Parameter(torch.zeros(1))
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        costs: SleepCosts,
+        shape: tuple[int, ...],
+        group: dist.ProcessGroup,
+    ) -> None:
+        value = torch.zeros(shape, requires_grad=True)
+        super().__init__(
+            nn.Identity(),
+            index,
+            num_stages,
+            torch.device("cpu"),
+            input_args=value,
+            output_args=value,
+            output_grads=None if index == num_stages - 1 else value,
+            input_grads=None if index == 0 else value,
+            group=group,
+            dw_builder=lambda: lambda: time.sleep(costs.weight_gradient_s),
+        )
+        self._costs, self._value = costs, torch.zeros(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad and torch.is_grad_enabled():
-            x = (
-                x + self.anchor
-            )  # the first stage: something to differentiate, so that I takes its time there too
-        moved = cast(Tensor, _SleepInput.apply(x, self.costs.forward_s, self.costs.input_gradient_s))
-        return moved + cast(Tensor, _SleepWeight.apply(self.weight, self.costs.weight_gradient_s))
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        time.sleep(self._costs.forward_s)
+        return self._value
 
-
-class SleepingStage(nn.Module):
-    """For this project's runtime: a layer whose weight gradient is deferred through its sink."""
-
-    def __init__(self, costs: SleepCosts) -> None:
-        super().__init__()
-        self.costs = costs
-        self.weight_grad_sink: WeightGradSink | None = None
-        self.weight = nn.Parameter(torch.zeros(1, 1))
-
-    def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
-        return (self.weight,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.requires_grad and torch.is_grad_enabled():
-            x = x + self.weight.sum()  # the first stage: something to differentiate
-        moved = cast(Tensor, _SleepInput.apply(x, self.costs.forward_s, self.costs.input_gradient_s))
-        return cast(Tensor, _SinkWeight.apply(moved, self))
-
-
-class SleepingParameters(PlainParameters):
-    """Sleeps W where a weight gradient is added."""
-
-    def __init__(self, module: SleepingStage) -> None:
-        super().__init__(module)
-        self._module = module
-
-    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
-        time.sleep(self._module.costs.weight_gradient_s)
-        return super().gradient_buffer(parameter)
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        # The weight gradient's sleep is dw_builder's, right after this one in a full backward.
+        time.sleep(self._costs.input_gradient_s)
+        return (None if self.is_first else self._value,), None
 
 
 def our_step(
     schedule: Schedule,
     costs: SleepCosts,
     shape: tuple[int, ...],
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    group: dist.ProcessGroup,
 ) -> Callable[[], None]:
     """A step of this project's runtime over sleeping stages; activations have `shape`."""
-    lowered = lower(schedule, zero_stage=0)
+    lowered = lower(schedule, zero_stage=0, early_sends=True)
     stages: dict[int, Stage] = {}
     for index in schedule.stages_of(dist.get_rank()):
-        module = SleepingStage(costs)
-        stages[index] = Stage(index, module, SleepingParameters(module))
-    runtime = Runtime(stages, lowered, group=groups[0], reverse_group=groups[1])
+        stages[index] = SleepingStage(index, costs, shape)
+    runtime = Runtime(stages, lowered, group=group)
     microbatches = [torch.zeros(shape) for _ in range(schedule.num_microbatches)]
 
     def step() -> None:
@@ -165,10 +144,9 @@ def torch_step(
     name: str, schedule: Schedule, costs: SleepCosts, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> Callable[[], None]:
     """A step of torch.distributed.pipelining's schedule of the same name and shape."""
-    rank, device = dist.get_rank(), torch.device("cpu")
     stages = [
-        PipelineStage(TorchSleepingStage(costs), index, schedule.num_stages, device, group=group)
-        for index in schedule.stages_of(rank)
+        TorchSleepingStage(index, schedule.num_stages, costs, shape, group)
+        for index in schedule.stages_of(dist.get_rank())
     ]
     maker = TORCH_SCHEDULES[name]
     runner = maker(

@@ -149,7 +149,9 @@ def build_pipeline(
                 dist.broadcast(tensor.data, group=mirror, group_src=0)
         stages[index] = Stage(index, module, PlainParameters(module, mirror))
         _log_adoption(stages[index])
-    reverse_group = None if group is None else _same_ranks(group)
+    # NCCL orders what one communicator does, and the two directions need not be in step; gloo goes by tags.
+    needs_two = group is not None and num_ranks > 1 and "nccl" in str(dist.get_backend(group))
+    reverse_group = _same_ranks(group) if needs_two and group is not None else group
     return Pipeline(
         Runtime(
             stages,

@@ -25,7 +25,8 @@ class CostsConfig:
     pair_overlap: how much of the shorter half of a pair hides under the longer: 0 nothing, 1 all of it.
     latency_s, bandwidth_bytes_per_s: of a link between two ranks, null: no time; between_nodes_*: of a link that
         leaves a node of `ranks_per_node` consecutive pipeline ranks.
-    message_bytes: of an activation from one stage to the next, one number or one per boundary; null: from the model.
+    message_bytes: of an activation from one stage to the next, one number or one per boundary; null: the profile's,
+        or the model's where bytes are counted.
     """
 
     profile: str | None = None
@@ -60,6 +61,12 @@ class CostsConfig:
                 raise ValueError(
                     f"schedule.costs.{name}={value}: set it above 0, or to null for a link without limit"
                 )
+        has_bandwidth = self.bandwidth_bytes_per_s or self.between_nodes_bandwidth_bytes_per_s
+        if has_bandwidth and self.message_bytes is None and self.profile is None:
+            raise ValueError(
+                "schedule.costs.message_bytes=null: a link with a bandwidth needs the size of a message; set it, or "
+                "give a schedule.costs.profile"
+            )
         if not self.pair_overlap <= 1:
             raise ValueError(
                 f"schedule.costs.pair_overlap={self.pair_overlap}: the share of the shorter half that is hidden; set "
@@ -89,12 +96,19 @@ class ScheduleConfig:
     """Which schedule, and how many micro-batches a step has (over both directions for `dualpipe`).
 
     num_chunks: stages that a rank holds, for `interleaved_1f1b` to choose; null: the schedule's own number (2 for
-        `interleaved_1f1b` and for the V-shaped schedules, 1 for the others).
+        `interleaved_1f1b` and for the V-shaped schedules, 1 for the others). `auto` takes 1, or 2 in a V; null:
+        what the costs are of.
+    path: the file of `csv`, one row per rank.
+    memory_limit_activations: for `auto`, most micro-batches whose activations a rank may hold; null: what 1f1b holds.
+    search_seed: for `auto`; the same seed finds the same schedule.
     """
 
     name: str = "1f1b"
     num_microbatches: int = 8
     num_chunks: int | None = None
+    path: str | None = None
+    memory_limit_activations: int | None = None
+    search_seed: int = 0
     costs: CostsConfig = field(default_factory=CostsConfig)
 
     def __post_init__(self) -> None:
@@ -107,4 +121,16 @@ class ScheduleConfig:
             raise ValueError(
                 f"schedule.num_chunks={self.num_chunks}: a rank holds at least one stage; set it to 1 or more, or to "
                 "null for the schedule's own number"
+            )
+        for key, owner in (("path", "csv"), ("memory_limit_activations", "auto")):
+            value = getattr(self, key)
+            if value is not None and self.name != owner:
+                raise ValueError(
+                    f"schedule.{key}={value}: is for schedule={owner}, and schedule.name={self.name}; choose "
+                    f"schedule={owner}, or set schedule.{key}=null"
+                )
+        if self.memory_limit_activations is not None and self.memory_limit_activations < 1:
+            raise ValueError(
+                f"schedule.memory_limit_activations={self.memory_limit_activations}: a rank holds the activations of "
+                "one micro-batch at least; set it to 1 or more, or to null for what 1f1b holds"
             )

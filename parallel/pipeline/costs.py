@@ -116,10 +116,8 @@ def per_stage(cost: PerStage, num_stages: int) -> tuple[float, ...]:
     return tuple(at(cost, stage) for stage in range(num_stages))
 
 
-def costs_from(config: CostsConfig, num_stages: int, *, message_bytes: float = 0.0) -> Costs:
+def costs_from(config: CostsConfig, num_stages: int) -> Costs:
     """The costs that the config gives, or the profile that it names, for `num_stages` stages.
-
-    message_bytes: where neither says how large an activation is.
 
     Raises ValueError: a file that is no profile, or costs of another number of stages.
     """
@@ -132,7 +130,7 @@ def costs_from(config: CostsConfig, num_stages: int, *, message_bytes: float = 0
             weight_gradient=config.weight_gradient,
             backward=config.backward,
             recompute=config.recompute,
-            message_bytes=message_bytes if config.message_bytes is None else config.message_bytes,
+            message_bytes=config.message_bytes or 0.0,
         )
     given: dict[str, Any] = {
         name: value

@@ -9,39 +9,74 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
 
 from parallel.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from parallel.pipeline.arrays import Leaves, Products, leaves_of
 from parallel.pipeline.dependencies import (
-    Product,
+    RULES,
     ScheduleError,
     Value,
     destination,
     each_leaf,
     gives,
-    needs,
     receive_of,
     send_of,
     weights_read,
 )
 from parallel.pipeline.simulate import Costs, simulate
 
+_WEIGHT_GRADIENTS = frozenset(kind for kind, rule in RULES.items() if Value.WEIGHT_GRADIENT in rule.gives)
 
-def lower(schedule: Schedule, *, zero_stage: int, reshard_after: str = "use") -> Schedule:
+
+def lower(
+    schedule: Schedule, *, zero_stage: int, reshard_after: str = "use", early_sends: bool = False
+) -> Schedule:
     """From compute actions to what the runtime executes.
 
     zero_stage: 3 adds UNSHARD and RESHARD; gradients are reduced at every stage.
-    reshard_after: see `add_unshard`.
+    reshard_after: see `add_unshard`. early_sends: see `send_early`.
 
     Raises ValueError: an unknown `zero_stage` or `reshard_after`. ScheduleError: the schedule cannot run.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero.stage={zero_stage}: ZeRO has the stages 0 to 3; choose one of them")
+    if early_sends:
+        schedule = send_early(schedule)
     schedule = merge_backward(add_communication(schedule))
     if zero_stage == 3:
         schedule = add_unshard(schedule, reshard_after=reshard_after)
     return add_reduce_grad(schedule)
+
+
+def send_early(schedule: Schedule) -> Schedule:
+    """Let every result leave as soon as it is there: the order of the work stays, what waits for it starts earlier.
+
+    A backward whose gradient goes to another rank becomes I, whose result is sent, and W right after it; a pair
+    is taken apart, so that its activation leaves before its backward runs. The price is memory: between I and W a
+    rank keeps what the weight gradients of one more micro-batch need. Where a pair's halves truly run together,
+    leave it whole.
+    """
+    return schedule.with_actions(
+        [
+            part
+            for action in actions
+            for leaf in action.leaves
+            for part in (_split(leaf) if _leaves_rank(schedule, leaf) else (leaf,))
+        ]
+        for actions in schedule.actions
+    )
+
+
+def _leaves_rank(schedule: Schedule, leaf: Action) -> bool:
+    return leaf.kind is Kind.B and any(destination(schedule, product) is not None for product in gives(leaf))
+
+
+def _split(leaf: Action) -> tuple[Action, Action]:
+    return Action(leaf.stage, Kind.I, leaf.microbatch), Action(leaf.stage, Kind.W, leaf.microbatch)
 
 
 def add_communication(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule:
@@ -62,87 +97,79 @@ def add_communication(schedule: Schedule, *, receive_ahead: int = 1) -> Schedule
 
     Raises ScheduleError: the compute actions cannot run in this order, or a result is never used.
     """
-    assert all(action.kind in COMPUTE for actions in schedule.actions for action in actions)
-    ends: list[list[float]] = [[] for _ in schedule.actions]
-    for interval in simulate(schedule, Costs()).intervals:
-        ends[interval.rank].append(interval.end)
-    made_at = [_indices(actions, gives) for actions in schedule.actions]
-    used_at = [
-        _indices(actions, lambda action: needs(action, schedule.num_stages)) for actions in schedule.actions
-    ]
-    sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
-    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.actions]
-    behind: dict[tuple[int, bool], int] = defaultdict(
-        int
-    )  # (rank, communicator) -> where its last message stands
-
-    for message in _messages(schedule, ends):
-        product, source, receiver = message.product, message.source, message.receiver
-        value, stage, microbatch = product
-        if product not in used_at[receiver]:
+    leaves, products = leaves_of(schedule.actions), Products(schedule)
+    assert leaves.where(*RULES).all(), "communication is added once"
+    ends = simulate(schedule, Costs()).ends
+    bounds: list[int] = leaves.offsets.tolist()
+    sends: list[list[Action] | None] = [None] * leaves.num_actions
+    receives: list[list[Action] | None] = [None] * leaves.num_actions
+    behind = [[0, 0] for _ in schedule.actions]  # by rank and communicator: where its last message stands
+    for message in _messages(schedule, leaves, products, ends):
+        number, source, made, receiver, used, earliest, ready = message
+        product, upward = products.product(number), source < receiver
+        if used < 0:
             raise ScheduleError(
                 f"no action on rank {receiver} uses what rank {source} sends it: {send_of(product)}"
             )
-        first = behind[receiver, message.upward]
-        if value is Value.INPUT_GRADIENT:
-            first = max(first, made_at[receiver][Value.ACTIVATION, stage - 1, microbatch] + 1)
-        ready = bisect_left(ends[receiver], message.ready)
-        post = max(first, min(ready, used_at[receiver][product] - receive_ahead))
-        assert post <= ready
-        sends[source][message.index].append(send_of(product))
-        receives[receiver][post].append(receive_of(product))
-        behind[source, message.upward] = message.index + 1
-        behind[receiver, message.upward] = post
+        at_ready = bisect_left(ends[receiver], ready)
+        post = max(behind[receiver][upward], earliest, min(at_ready, used - receive_ahead))
+        assert post <= at_ready
+        _append(sends, bounds[source] + made, send_of(product))
+        _append(receives, bounds[receiver] + post, receive_of(product))
+        behind[source][upward] = made + 1
+        behind[receiver][upward] = post
 
-    return schedule.with_actions(
-        [
-            extended
-            for index, action in enumerate(actions)
-            for extended in (*receives[rank].get(index, ()), action, *sends[rank].get(index, ()))
-        ]
-        for rank, actions in enumerate(schedule.actions)
-    )
+    result: list[list[Action]] = []
+    for rank, actions in enumerate(schedule.actions):
+        extended: list[Action] = []
+        for number, action in enumerate(actions, start=bounds[rank]):
+            extended += receives[number] or ()
+            extended.append(action)
+            extended += sends[number] or ()
+        result.append(extended)
+    return schedule.with_actions(result)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Message:
-    """`product`, made by the source's action `index` at the time `ready`."""
-
-    product: Product
-    source: int
-    index: int
-    receiver: int
-    ready: float
-
-    @property
-    def upward(self) -> bool:
-        """To a higher rank: which of the two communicators carries it."""
-        return self.source < self.receiver
+def _append(lists: list[list[Action] | None], index: int, action: Action) -> None:
+    of_index = lists[index]
+    if of_index is None:
+        lists[index] = [action]
+    else:
+        of_index.append(action)
 
 
-def _messages(schedule: Schedule, ends: Sequence[Sequence[float]]) -> list[_Message]:
-    """Every message, in the order of Note [Why no rank hangs]."""
-    messages = [
-        _Message(product=product, source=rank, index=index, receiver=receiver, ready=ends[rank][index])
-        for rank, actions in enumerate(schedule.actions)
-        for index, action in enumerate(actions)
-        for product in gives(action)
-        if (receiver := destination(schedule, product)) is not None
-    ]
-    return sorted(
-        messages,
-        key=lambda message: (
-            message.ready,
-            not message.upward,
-            message.source if message.upward else -message.source,
-        ),
-    )
+def _messages(
+    schedule: Schedule, leaves: Leaves, products: Products, ends: Sequence[Sequence[float]]
+) -> Iterator[tuple[int, int, int, int, int, int, float]]:
+    """Every message, in the order of Note [Why no rank hangs].
 
+    (product, source, index there of its maker, receiver, index there of its user or -1, index there from which a
+    receive may stand, time at which it is ready).
+    """
+    leaf, product = products.given(leaves)
+    is_sent = products.receiver[product] >= 0
+    order = np.argsort(leaf[is_sent], kind="stable")
+    action, product = leaves.action[leaf[is_sent]][order], product[is_sent][order]
+    source, receiver = products.holder[product], products.receiver[product]
 
-def _indices(
-    actions: Sequence[Action], products_of: Callable[[Action], Sequence[Product]]
-) -> dict[Product, int]:
-    return {product: index for index, action in enumerate(actions) for product in products_of(action)}
+    users = np.full(products.count, -1, dtype=np.int64)
+    leaf, needed = products.needed(leaves)
+    crosses = products.receiver[needed] == leaves.rank[leaf]
+    users[needed[crosses]] = leaves.action[leaf[crosses]] - leaves.offsets[leaves.rank[leaf[crosses]]]
+
+    # The shape of a gradient is that of the activation which the receiver made before.
+    earliest = np.zeros_like(product)
+    gradients = product // (products.count // len(Value)) == Value.INPUT_GRADIENT
+    boundary = products.boundary[product[gradients]]
+    activation = products.number(Value.ACTIVATION, boundary, product[gradients] % products.num_microbatches)
+    made = products.makers(leaves)[activation]
+    earliest[gradients] = made + 1 - leaves.offsets[receiver[gradients]]
+
+    ready = np.fromiter(chain.from_iterable(ends), np.float64, leaves.num_actions)[action]
+    is_upward = source < receiver
+    order = np.lexsort((np.where(is_upward, source, -source), ~is_upward, ready))
+    columns = (product, source, action - leaves.offsets[source], receiver, users[product], earliest, ready)
+    return zip(*(column[order].tolist() for column in columns), strict=True)
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
@@ -208,12 +235,11 @@ def _unsharding(actions: Sequence[Action], keep: int | None, prefetch: int) -> l
     for stage, last in last_use.items():
         reshard[last].append(stage)
 
-    before: list[list[Action]] = []
-    after: list[list[Action]] = []
-    for index in range(len(compute)):
-        before.append([Action(stage, Kind.UNSHARD) for stage in unshard.get(index, ())])
-        after.append([Action(stage, Kind.RESHARD) for stage in reshard.get(index, ())])
-    return _around_compute(actions, before, after)
+    return _around_compute(
+        actions,
+        {index: [Action(stage, Kind.UNSHARD) for stage in stages] for index, stages in unshard.items()},
+        {index: [Action(stage, Kind.RESHARD) for stage in stages] for index, stages in reshard.items()},
+    )
 
 
 def add_reduce_grad(schedule: Schedule) -> Schedule:
@@ -223,33 +249,29 @@ def add_reduce_grad(schedule: Schedule) -> Schedule:
 
 def _reducing(actions: Sequence[Action]) -> list[Action]:
     compute = [action for action in actions if action.kind in COMPUTE]
-    last: dict[int, int] = {}
-    for index, leaf in each_leaf(compute):
-        if any(value is Value.WEIGHT_GRADIENT for value, _, _ in gives(leaf)):
-            last[leaf.stage] = index
-    after: list[list[Action]] = [[] for _ in compute]
+    last = {leaf.stage: index for index, leaf in each_leaf(compute) if leaf.kind in _WEIGHT_GRADIENTS}
+    after: dict[int, list[Action]] = defaultdict(list)
     for stage, index in last.items():
         after[index].append(Action(stage, Kind.REDUCE_GRAD))
-    return _around_compute(actions, [[] for _ in compute], after)
+    return _around_compute(actions, {}, after)
 
 
 def _around_compute(
-    actions: Sequence[Action], before: Sequence[Sequence[Action]], after: Sequence[Sequence[Action]]
+    actions: Sequence[Action], before: Mapping[int, Sequence[Action]], after: Mapping[int, Sequence[Action]]
 ) -> list[Action]:
     """Insert `before[i]` right before the i-th compute action, `after[i]` behind the sends that follow it."""
     result: list[Action] = []
     pending: Sequence[Action] = ()
     index = 0
     for action in actions:
-        if action.kind not in SENDS and action.kind is not Kind.RESHARD:
+        if pending and action.kind not in SENDS and action.kind is not Kind.RESHARD:
             result += pending
             pending = ()
         if action.kind in COMPUTE:
-            result += [*before[index], action]
-            pending = after[index]
+            result += before.get(index, ())
+            pending = after.get(index, ())
             index += 1
-        else:
-            result.append(action)
+        result.append(action)
     return [*result, *pending]
 
 

@@ -32,10 +32,16 @@ def from_csv(text: str, placement: Placement | None = None, *, name: str = "csv"
     """
     actions: list[tuple[Action, ...]] = []
     for rank, row in enumerate(csv.reader(io.StringIO(text))):
-        try:
-            actions.append(tuple(Action.parse(cell) for cell in row if cell.strip()))
-        except ValueError as error:
-            raise ScheduleError(f"row {rank + 1} of the schedule: {error}") from None
+        cells = [cell for cell in row if cell.strip()]
+        of_rank: list[Action] = []
+        for cell in cells:
+            try:
+                of_rank.append(Action.parse(cell))
+            except ValueError as error:
+                raise ScheduleError(
+                    f"row {rank + 1} of the schedule: {error}", rule=str(error), place=(rank, len(of_rank))
+                ) from None
+        actions.append(tuple(of_rank))
     ranks_of: dict[tuple[int, int], int] = {
         (leaf.stage, microbatch_of(leaf)): rank
         for rank, of_rank in enumerate(actions)

@@ -114,8 +114,7 @@ class _Verifier:
 
     def _text(self, leaf: int) -> Action:
         rank, index = self.leaves.place(leaf)
-        first = np.searchsorted(self.leaves.action, self.leaves.action[leaf])
-        return self.schedule.actions[rank][index].leaves[int(leaf - first)]
+        return self.schedule.actions[rank][index].leaves[int(self.leaves.half[leaf])]
 
     def _action(self, number: int) -> Action:
         rank, index = self._place(number)

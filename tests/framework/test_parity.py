@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from framework.config import TrainConfig
+from framework.config import TrainConfig, from_mapping
 from framework.data.prepare import PreparedData
 from framework.parity import Parity, train_and_compare, train_and_save
+from parallel.pipeline.config import ScheduleConfig
+from parallel.pipeline.generate import generate
+from parallel.pipeline.passes import lower
+from parallel.pipeline.text import to_csv
 from tests.rank_pool import RankPool
 from tests.tiny import run_context, tiny_config
 
@@ -93,6 +97,20 @@ def test_every_schedule_composes_with_tensor_parallelism_and_zero(
     dp = 2 if zero else 1
     config = tiny_config(pp=2, tp=2, dp=dp, zero=zero, schedule=schedule)
     assert_parity(measure(ranks, config, tiny_data, tmp_path))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_searched_schedule_and_one_of_a_file(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, zero: int
+) -> None:
+    searched = {"name": "auto", "num_chunks": 2, "costs": {"forward": [1.0, 3.0, 2.0, 1.0]}}
+    config = tiny_config(pp=2, tp=2, dp=2 if zero else 1, zero=zero, schedule="auto", num_microbatches=6)
+    config = replace(config, schedule=from_mapping(ScheduleConfig, {**searched, "num_microbatches": 6}))
+    assert_parity(measure(ranks, config, tiny_data, tmp_path / "auto"))
+    path = tmp_path / "mirrored.csv"
+    path.write_text(to_csv(lower(generate("dualpipe", 2, 6), zero_stage=0), compute_only=False))
+    config = replace(config, schedule=ScheduleConfig(name="csv", path=str(path), num_microbatches=6))
+    assert_parity(measure(ranks, config, tiny_data, tmp_path / "csv"))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.generate import generate
-from parallel.pipeline.passes import lower
+from parallel.pipeline.generate import GENERATORS, generate
+from parallel.pipeline.passes import forward_only, lower
+from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.verify import Report, ScheduleError, verify
 from tests.parallel.pipeline.test_passes import parse
 
@@ -145,3 +146,57 @@ def test_time_is_linear() -> None:
         return min(times)
 
     assert seconds(512) < 24 * seconds(64)
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_a_schedule_of_evaluation(name: str) -> None:
+    """What `Runtime.evaluate` executes is proven with `forward_only`, and is incomplete without."""
+    executable = lower(generate(name, 4, 8), zero_stage=3)
+    evaluation = forward_only(executable)
+    report = verify(evaluation, forward_only=True)
+    assert report.executable
+    assert max(report.peak_activations) == 0
+    with pytest.raises(ScheduleError, match="never computed"):
+        verify(evaluation)
+    with pytest.raises(ScheduleError, match="is of a backward, in an evaluation"):
+        verify(executable, forward_only=True)
+
+
+def test_mutants_of_an_evaluation_are_rejected() -> None:
+    evaluation = forward_only(lower(generate("1f1b", 3, 3), zero_stage=3))
+    for rank, actions in enumerate(evaluation.actions):
+        for index in range(len(actions)):
+            rest = [*evaluation.actions]
+            rest[rank] = actions[:index] + actions[index + 1 :]
+            with pytest.raises(ScheduleError):
+                verify(evaluation.with_actions(rest), forward_only=True)
+
+
+def test_a_failure_has_its_place() -> None:
+    with pytest.raises(ScheduleError) as error:
+        verify(parse("0F0 0B0 0F0", "1F0 1B0", placement=((0, 1),), microbatches=1))
+    assert error.value.place == (0, 2)
+    assert error.value.rule.startswith("the activation of stage 0")
+    assert "\n" not in error.value.rule
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_a_large_schedule_is_fast(name: str) -> None:
+    """Generation, proof and simulation of 64 ranks and 512 micro-batches, in CPU time; the best of three."""
+    times: list[float] = []
+    for _ in range(3):
+        start = time.process_time()
+        schedule = generate(name, 64, 512)
+        verify(schedule)
+        simulate(schedule, Costs())
+        times.append(time.process_time() - start)
+    assert min(times) < 1.0
+
+
+@pytest.mark.slow
+def test_a_very_large_schedule_takes_seconds() -> None:
+    start = time.process_time()
+    schedule = generate("1f1b", 256, 2048)
+    verify(schedule)
+    simulate(schedule, Costs())
+    assert time.process_time() - start < 10
