@@ -129,8 +129,8 @@ def _sleep_mapping(row: Row) -> dict[str, Any]:
         "best_idle": row.best_idle,
         "torch_idle": row.torch_idle,
         "ratio_to_torch": row.ratio_to_torch,
-        "step_s": list(row.step_s),
-        "torch_step_s": list(row.torch_step_s),
+        "step_s": [timing.step_s for timing in row.ours],
+        "torch_step_s": [timing.step_s for timing in row.torch],
     }
 
 

@@ -126,14 +126,11 @@ COMMANDS: dict[str, Command] = {
                 "counterflow profile schedule=zbv --out mine.json",
                 "two stages a rank, into a file of your own",
             ),
-            (
-                "counterflow simulate schedule=auto schedule.costs.profile=runs/profile-....json "
-                "parallel.pipeline_parallel_size=4",
-                "the best schedule for them",
-            ),
+            ("counterflow profile --multirun data.micro_batch_size=1,2,4", "a table of three sizes"),
         ),
         output="""\
             runs/profile-s<stages>-<hash>.json (or --out FILE.json, or --out DIR for DIR/profile.json).
+            Use it: counterflow simulate schedule=auto schedule.costs.profile=FILE ...
             --json: path, num_stages, stages [{forward_s, ...}], activation_bytes, link, inflation.""",
         columns=("num_stages", "inflation", "link.latency_s", "link.bandwidth_bytes_per_s"),
     ),

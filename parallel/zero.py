@@ -192,13 +192,16 @@ class FlatUnit:
         work = all_gather_into(self._whole.data, source, self._replica, async_op=True)
         self._gather = (work, source)
 
-    def wait_unshard(self) -> None:
-        if self._gather is not None:
-            work, _ = self._gather
-            if work is not None:
-                work.wait()
-            self._gather, self._is_whole = None, True
-        assert self._is_whole, "parameters are used before UNSHARD"
+    def wait_unshard(self) -> bool:
+        """Return once the parameters are whole; whether there was a gather to wait for."""
+        assert self._is_whole or self._gather is not None, "parameters are used before UNSHARD"
+        if self._gather is None:
+            return False
+        work, _ = self._gather
+        if work is not None:
+            work.wait()
+        self._gather, self._is_whole = None, True
+        return True
 
     def reshard(self) -> None:
         if self._shards_parameters:
@@ -344,9 +347,9 @@ class ShardedStage:
         for unit in self.units:
             unit.unshard()
 
-    def wait_unshard(self) -> None:
-        for unit in self.units:
-            unit.wait_unshard()
+    def wait_unshard(self) -> bool:
+        waited = [unit.wait_unshard() for unit in self.units]
+        return any(waited)
 
     def reshard(self) -> None:
         for unit in self.units:

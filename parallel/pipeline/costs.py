@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +66,12 @@ class Costs:
             return at(self.recompute, stage) + at(self.backward, stage)
         return self.of_kind(Kind.I, stage) + self.of_kind(Kind.W, stage)
 
+    def mean_of_kind(self, kind: Kind) -> float:
+        """The mean over the stages of F, I, W or B."""
+        given = (self.forward, self.input_gradient, self.weight_gradient, self.backward, self.recompute)
+        num_stages = max([1, *(len(cost) for cost in given if isinstance(cost, tuple))])
+        return statistics.fmean(self.of_kind(kind, stage) for stage in range(num_stages))
+
     def of_pair(self, forward: float, backward: float) -> float:
         """The time of a pair whose halves take so long alone."""
         if self.pair is not None:
@@ -109,11 +116,6 @@ class Costs:
 def at(cost: PerStage, stage: int) -> float:
     """The cost of one stage."""
     return cost[stage] if isinstance(cost, tuple) else cost
-
-
-def per_stage(cost: PerStage, num_stages: int) -> tuple[float, ...]:
-    """The cost of every stage."""
-    return tuple(at(cost, stage) for stage in range(num_stages))
 
 
 def costs_from(config: CostsConfig, num_stages: int) -> Costs:

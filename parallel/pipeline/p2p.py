@@ -243,7 +243,9 @@ class Transport:
         are not.
         """
         flow = self._outgoing.setdefault((peer, channel), _Outgoing())
-        payload = tuple(tensor.detach().contiguous() for tensor in tensors)
+        payload = tuple(
+            tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors
+        )
         works: list[dist.Work] = []
         if channel.kind is Kind.SEND_F:
             specs = specs_of(payload)
@@ -259,13 +261,12 @@ class Transport:
         group, group_peer = self._link(peer, channel)
         try:
             for tensor in payload:
-                work = dist.isend(tensor, group=group, group_dst=group_peer, tag=channel.tag)
-                assert work is not None
-                works.append(work)
-                if self._meter is not None:
-                    self._meter.add("pipeline", tensor.nbytes)
+                # The group's own call: dist.isend checks again, on every message, what holds for the channel.
+                works.append(group.send([tensor], group_peer, channel.tag))
         except RuntimeError as error:
             raise self._failure("sent to", peer, channel, microbatch, error) from error
+        if self._meter is not None:
+            self._meter.add("pipeline", sum(tensor.nbytes for tensor in payload))
         flow.sent.append(_Sent(microbatch, works, payload))
         while channel.kind is Kind.SEND_B and len(flow.sent) > _MAX_UNANSWERED * self.size:
             self._retire(peer, channel, flow.sent.popleft())
@@ -331,9 +332,7 @@ class Transport:
 
     def _irecv(self, tensor: Tensor, receipt: Receipt) -> dist.Work:
         group, group_peer = self._link(receipt.peer, receipt.channel, receiving=True)
-        work = dist.irecv(tensor, group=group, group_src=group_peer, tag=receipt.channel.tag)
-        assert work is not None
-        return work
+        return group.recv([tensor], group_peer, receipt.channel.tag)
 
     def answered(self, peer: int, channel: Channel, microbatch: int) -> None:
         """The gradient of `microbatch` came back from `peer`: its activation on `channel` has arrived."""

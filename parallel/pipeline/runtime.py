@@ -5,7 +5,6 @@ One process with one stage runs through the same handlers; there is no other pat
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Axis, ByteMeter, all_reduce
-from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.p2p import Channel, Receipt, TensorSpec, Transport, specs_of
+from parallel.pipeline.action import RECEIVES, Action, Kind, Schedule
+from parallel.pipeline.p2p import Channel, Receipt, Transport, specs_of
 from parallel.pipeline.passes import forward_only
 from parallel.pipeline.stage import Stage
 from parallel.pipeline.trace import Activity, Recorder, Trace
@@ -91,12 +90,12 @@ class Runtime:
         self._forward_schedules: dict[int, Schedule] = {}
         self._recorder = Recorder(self.device)  # of the step under way
         self._step = _StepState()
-        self._handlers: dict[Kind, Callable[[Action], None]] = {
+        self._operations: dict[int, tuple[Schedule, tuple[_Operation, ...]]] = {}
+        self._handlers: dict[Kind, Callable[[_Operation], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._weight,
-            Kind.OVERLAP_F_B: self._pair,
             Kind.SEND_F: self._send_activation,
             Kind.RECV_F: self._receive_activation,
             Kind.SEND_B: self._send_gradient,
@@ -236,51 +235,85 @@ class Runtime:
 
     def _execute(self, schedule: Schedule) -> None:
         """Every action of this rank, and the end of what they started."""
-        for action in schedule.actions[self.rank]:
+        for operation in self._operations_of(schedule):
             try:
-                self._handlers[action.kind](action)
+                operation.run(operation)
             except Exception as error:
-                error.add_note(f"in action {action} of pipeline rank {self.rank} ({schedule.name})")
+                error.add_note(f"in action {operation.action} of pipeline rank {self.rank} ({schedule.name})")
                 raise
-        with self._recorder.record(Activity.SEND_WAIT):
-            self.transport.finish_step()
+        begin = self._recorder.now()
+        self.transport.finish_step()
+        self._recorder.add(Activity.SEND_WAIT, -1, None, begin)
         for index, stage in self.stages.items():
             assert stage.num_live == 0, "the schedule left activations behind"
             assert stage.weight_grads.is_empty, "the schedule left weight gradients behind"
             if torch.is_grad_enabled():
-                with self._recorder.record(Activity.REDUCE, index):
-                    stage.parameters.finish_step()
+                begin = self._recorder.now()
+                stage.parameters.finish_step()
+                self._recorder.add(Activity.REDUCE, index, None, begin)
 
-    def _forward(self, action: Action) -> None:
-        step, stage, microbatch = self._step, self.stages[action.stage], _microbatch(action)
-        direction = step.schedule.direction_of(microbatch)
-        if stage.index == 0:
+    def _operations_of(self, schedule: Schedule) -> tuple[_Operation, ...]:
+        """This rank's actions with all that can be known before the step, looked up once for each schedule."""
+        if id(schedule) not in self._operations:
+            made = tuple(
+                self._operation(schedule, leaf)
+                for action in schedule.actions[self.rank]
+                for leaf in action.leaves
+            )
+            # The schedule is kept with them: its id must not be given to another.
+            self._operations[id(schedule)] = (schedule, made)
+        return self._operations[id(schedule)][1]
+
+    def _operation(self, schedule: Schedule, action: Action) -> _Operation:
+        index, microbatch = action.stage, -1 if action.microbatch is None else action.microbatch
+        neighbour = index + _STEP_TO_NEIGHBOUR.get(action.kind, 0)
+        peer = self.rank
+        if action.microbatch is not None and 0 <= neighbour < schedule.num_stages:
+            peer = schedule.rank_of(neighbour, microbatch)
+        receiver = index if action.kind in RECEIVES else neighbour
+        is_activation = action.kind in (Kind.SEND_F, Kind.RECV_F)
+        return _Operation(
+            run=self._handlers[action.kind],
+            action=action,
+            stage=self.stages[index],
+            microbatch=microbatch,
+            direction=0 if action.microbatch is None else schedule.direction_of(microbatch),
+            is_last=index == schedule.num_stages - 1,
+            peer=peer,
+            is_peer_here=peer == self.rank,
+            channel=Channel(receiver, Kind.SEND_F if is_activation else Kind.SEND_B),
+        )
+
+    # What others wait for comes first in each handler: after an idle wait every line costs cache misses.
+
+    def _forward(self, operation: _Operation) -> None:
+        step, stage, microbatch = self._step, operation.stage, operation.microbatch
+        index, recorder = stage.index, self._recorder
+        if index == 0:
             inputs = _as_tuple(step.inputs[microbatch])
-        elif receipt := step.receipts.pop((stage.index, Kind.RECV_F, microbatch), None):
-            with self._recorder.record(Activity.RECEIVE_WAIT, stage.index, microbatch):
-                inputs = self.transport.wait(receipt)
-            step.uniform[stage.index, direction] = self._uniform_shapes and self.transport.is_uniform(
+        elif receipt := step.receipts.pop((index, Kind.RECV_F, microbatch), None):
+            begin = recorder.now()
+            inputs = self.transport.wait(receipt)
+            recorder.add(Activity.RECEIVE_WAIT, index, microbatch, begin)
+            step.uniform[index, operation.direction] = self._uniform_shapes and self.transport.is_uniform(
                 receipt.peer, receipt.channel
             )
         else:
-            inputs = step.handed.pop((stage.index, Kind.F, microbatch))
-            step.uniform[stage.index, direction] = step.uniform[stage.index - 1, direction]
+            inputs = step.handed.pop((index, Kind.F, microbatch))
+            step.uniform[index, operation.direction] = step.uniform[index - 1, operation.direction]
         self._wait_unshard(stage, microbatch)
-        is_last = stage.index == step.schedule.num_stages - 1
-        with self._recorder.record(Activity.FORWARD, stage.index, microbatch):
-            outputs = stage.forward(microbatch, inputs)
-            if is_last:
-                self._loss(stage, microbatch, outputs)
-        if not is_last:
-            if torch.is_grad_enabled():
-                step.output_specs[stage.index, microbatch] = specs_of(outputs)
-                self._post_gradients(stage.index)
-            if step.schedule.rank_of(stage.index + 1, microbatch) == self.rank:
-                step.handed[stage.index + 1, Kind.F, microbatch] = tuple(out.detach() for out in outputs)
+        begin = recorder.now()
+        outputs = stage.forward(microbatch, inputs)
+        if operation.is_last:
+            self._loss(stage, microbatch, outputs)
+        recorder.add(Activity.FORWARD, index, microbatch, begin)
+        if not operation.is_last:
+            if operation.is_peer_here:
+                step.handed[index + 1, Kind.F, microbatch] = tuple(out.detach() for out in outputs)
             else:
-                step.to_send[stage.index, Kind.F, microbatch] = outputs
-        live = sum(held.num_live for held in self.stages.values())
-        self._recorder.peak_live_activations = max(self._recorder.peak_live_activations, live)
+                step.to_send[index, Kind.F, microbatch] = outputs
+        step.num_live += 1
+        recorder.peak_live_activations = max(recorder.peak_live_activations, step.num_live)
 
     def _loss(self, stage: Stage, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         step = self._step
@@ -292,108 +325,125 @@ class Runtime:
             detached = tuple(out.detach() for out in outputs)
             step.outputs[microbatch] = detached[0] if len(detached) == 1 else detached
 
-    def _backward(self, action: Action) -> None:
-        step, stage, microbatch = self._step, self.stages[action.stage], _microbatch(action)
+    def _backward(self, operation: _Operation) -> None:
+        step, stage, microbatch = self._step, operation.stage, operation.microbatch
+        index, recorder = stage.index, self._recorder
         grads: tuple[Tensor, ...] | None = None
-        if stage.index < step.schedule.num_stages - 1:
-            if receipt := step.receipts.pop((stage.index, Kind.RECV_B, microbatch), None):
-                with self._recorder.record(Activity.RECEIVE_WAIT, stage.index, microbatch):
-                    grads = self.transport.wait(receipt)
-                with self._recorder.record(Activity.SEND_WAIT, stage.index, microbatch):
-                    self.transport.answered(receipt.peer, Channel(stage.index + 1, Kind.SEND_F), microbatch)
+        receipt: Receipt | None = None
+        if not operation.is_last:
+            if receipt := step.receipts.pop((index, Kind.RECV_B, microbatch), None):
+                begin = recorder.now()
+                grads = self.transport.wait(receipt)
+                recorder.add(Activity.RECEIVE_WAIT, index, microbatch, begin)
             else:
-                grads = step.handed.pop((stage.index, Kind.B, microbatch))
-            del step.output_specs[stage.index, microbatch]
+                grads = step.handed.pop((index, Kind.B, microbatch))
         self._wait_unshard(stage, microbatch)
-        defer = action.kind is Kind.I
-        with self._recorder.record(
-            Activity.INPUT_GRADIENT if defer else Activity.BACKWARD, stage.index, microbatch
-        ):
-            grad_inputs = stage.backward(microbatch, grads, defer=defer)
+        defer = operation.action.kind is Kind.I
+        begin = recorder.now()
+        grad_inputs = stage.backward(microbatch, grads, defer=defer)
+        recorder.add(Activity.INPUT_GRADIENT if defer else Activity.BACKWARD, index, microbatch, begin)
+        if index > 0:
+            if operation.is_peer_here:
+                step.handed[index - 1, Kind.B, microbatch] = grad_inputs
+            else:
+                step.to_send[index, Kind.B, microbatch] = grad_inputs
+        step.num_live -= 1
+        if receipt is not None:
+            step.answers.append((receipt.peer, Channel(index + 1, Kind.SEND_F), microbatch))
+        if operation.is_peer_here:
+            self._settle()
         if defer:
             held_bytes = sum(held.weight_grads.held_bytes for held in self.stages.values())
-            peak = max(self._recorder.peak_held_weight_grad_bytes, held_bytes)
-            self._recorder.peak_held_weight_grad_bytes = peak
-        if stage.index > 0:
-            if step.schedule.rank_of(stage.index - 1, microbatch) == self.rank:
-                step.handed[stage.index - 1, Kind.B, microbatch] = grad_inputs
-            else:
-                step.to_send[stage.index, Kind.B, microbatch] = grad_inputs
+            recorder.peak_held_weight_grad_bytes = max(recorder.peak_held_weight_grad_bytes, held_bytes)
 
-    def _weight(self, action: Action) -> None:
-        microbatch = _microbatch(action)
-        with self._recorder.record(Activity.WEIGHT_GRADIENT, action.stage, microbatch):
-            self.stages[action.stage].weight_backward(microbatch)
+    def _weight(self, operation: _Operation) -> None:
+        begin = self._recorder.now()
+        operation.stage.weight_backward(operation.microbatch)
+        self._recorder.add(Activity.WEIGHT_GRADIENT, operation.stage.index, operation.microbatch, begin)
 
-    def _pair(self, action: Action) -> None:
-        for part in action.parts:
-            self._handlers[part.kind](part)
+    def _send_activation(self, operation: _Operation) -> None:
+        step, index, microbatch = self._step, operation.stage.index, operation.microbatch
+        begin = self._recorder.now()
+        outputs = step.to_send.pop((index, Kind.F, microbatch))
+        uniform = step.uniform[index, operation.direction]
+        self.transport.send(operation.peer, operation.channel, microbatch, outputs, uniform=uniform)
+        self._settle()
+        self._recorder.add(Activity.SEND_WAIT, index, microbatch, begin)
 
-    def _send_activation(self, action: Action) -> None:
-        step, microbatch = self._step, _microbatch(action)
-        outputs = step.to_send.pop((action.stage, Kind.F, microbatch))
-        with self._recorder.record(Activity.SEND_WAIT, action.stage, microbatch):
-            self.transport.send(
-                step.schedule.rank_of(action.stage + 1, microbatch),
-                Channel(action.stage + 1, Kind.SEND_F),
-                microbatch,
-                outputs,
-                uniform=step.uniform[action.stage, step.schedule.direction_of(microbatch)],
-            )
+    def _send_gradient(self, operation: _Operation) -> None:
+        index, microbatch = operation.stage.index, operation.microbatch
+        begin = self._recorder.now()
+        grads = self._step.to_send.pop((index, Kind.B, microbatch))
+        self.transport.send(operation.peer, operation.channel, microbatch, grads, uniform=True)
+        self._settle()
+        self._recorder.add(Activity.SEND_WAIT, index, microbatch, begin)
 
-    def _receive_activation(self, action: Action) -> None:
-        step, microbatch = self._step, _microbatch(action)
-        peer = step.schedule.rank_of(action.stage - 1, microbatch)
-        receipt = self.transport.receive(peer, Channel(action.stage, Kind.SEND_F), microbatch, None)
-        step.receipts[action.stage, Kind.RECV_F, microbatch] = receipt
+    def _settle(self) -> None:
+        """Let go of activations that gradients have answered; it waits for nothing, and others wait for sends."""
+        answers = self._step.answers
+        while answers:
+            self.transport.answered(*answers.pop())
 
-    def _send_gradient(self, action: Action) -> None:
-        step, microbatch = self._step, _microbatch(action)
-        with self._recorder.record(Activity.SEND_WAIT, action.stage, microbatch):
-            self.transport.send(
-                step.schedule.rank_of(action.stage - 1, microbatch),
-                Channel(action.stage - 1, Kind.SEND_B),
-                microbatch,
-                step.to_send.pop((action.stage, Kind.B, microbatch)),
-                uniform=True,
-            )
+    def _receive_activation(self, operation: _Operation) -> None:
+        receipt = self.transport.receive(operation.peer, operation.channel, operation.microbatch, None)
+        self._step.receipts[operation.stage.index, Kind.RECV_F, operation.microbatch] = receipt
 
-    def _receive_gradient(self, action: Action) -> None:
-        peer = self._step.schedule.rank_of(action.stage + 1, _microbatch(action))
-        self._step.unposted.setdefault((action.stage, peer), deque()).append(_microbatch(action))
-        self._post_gradients(action.stage)
+    def _receive_gradient(self, operation: _Operation) -> None:
+        step, stage, microbatch = self._step, operation.stage, operation.microbatch
+        specs = tuple(spec for spec in specs_of(stage.outputs_of(microbatch)) if spec.is_differentiable)
+        receipt = self.transport.receive(operation.peer, operation.channel, microbatch, specs)
+        step.receipts[stage.index, Kind.RECV_B, microbatch] = receipt
 
-    def _post_gradients(self, stage: int) -> None:
-        """Post the gradient receives whose shapes are known, in the order of their channel.
+    def _unshard(self, operation: _Operation) -> None:
+        begin = self._recorder.now()
+        operation.stage.parameters.unshard()
+        self._recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
 
-        A schedule may ask for the gradient of a micro-batch before its forward has run here.
-        """
-        step = self._step
-        for (receiver, peer), unposted in step.unposted.items():
-            if receiver != stage:
-                continue
-            while unposted and (specs := step.output_specs.get((stage, unposted[0]))) is not None:
-                microbatch = unposted.popleft()
-                differentiable = tuple(spec for spec in specs if spec.is_differentiable)
-                step.receipts[stage, Kind.RECV_B, microbatch] = self.transport.receive(
-                    peer, Channel(stage, Kind.SEND_B), microbatch, differentiable
-                )
+    def _reshard(self, operation: _Operation) -> None:
+        begin = self._recorder.now()
+        operation.stage.parameters.reshard()
+        self._recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
 
-    def _unshard(self, action: Action) -> None:
-        with self._recorder.record(Activity.COLLECTIVE_WAIT, action.stage):
-            self.stages[action.stage].parameters.unshard()
-
-    def _reshard(self, action: Action) -> None:
-        with self._recorder.record(Activity.COLLECTIVE_WAIT, action.stage):
-            self.stages[action.stage].parameters.reshard()
-
-    def _reduce_grad(self, action: Action) -> None:
-        with self._recorder.record(Activity.REDUCE, action.stage):
-            self.stages[action.stage].parameters.reduce_grad()
+    def _reduce_grad(self, operation: _Operation) -> None:
+        begin = self._recorder.now()
+        operation.stage.parameters.reduce_grad()
+        self._recorder.add(Activity.REDUCE, operation.stage.index, None, begin)
 
     def _wait_unshard(self, stage: Stage, microbatch: int) -> None:
-        with self._recorder.record(Activity.COLLECTIVE_WAIT, stage.index, microbatch):
-            stage.parameters.wait_unshard()
+        begin = self._recorder.now()
+        if stage.parameters.wait_unshard():
+            self._recorder.add(Activity.COLLECTIVE_WAIT, stage.index, microbatch, begin)
+
+
+# The stage on the other end of what an action sends, receives or hands on.
+_STEP_TO_NEIGHBOUR = {
+    Kind.F: 1,
+    Kind.B: -1,
+    Kind.I: -1,
+    Kind.SEND_F: 1,
+    Kind.RECV_F: -1,
+    Kind.SEND_B: -1,
+    Kind.RECV_B: 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """An action of this rank, bound to its handler.
+
+    peer: the rank of the neighbouring stage that the action's result goes to or comes from; itself where there is
+    none. channel: of a send or a receive.
+    """
+
+    run: Callable[[_Operation], None]
+    action: Action
+    stage: Stage
+    microbatch: int
+    direction: int
+    is_last: bool
+    peer: int
+    is_peer_here: bool
+    channel: Channel
 
 
 class _StepState:
@@ -416,14 +466,9 @@ class _StepState:
         self.receipts: dict[tuple[int, Kind, int], Receipt] = {}
         self.handed: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
         self.to_send: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
-        self.output_specs: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
-        self.unposted: dict[tuple[int, int], deque[int]] = {}
+        self.answers: list[tuple[int, Channel, int]] = []
+        self.num_live = 0
         self.uniform: dict[tuple[int, int], bool] = {}
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None, f"{action} needs a micro-batch"
-    return action.microbatch
 
 
 def _as_tuple(value: Any) -> tuple[Tensor, ...]:

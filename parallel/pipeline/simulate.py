@@ -7,7 +7,6 @@ comes from the dependency table that the passes and the verifier read.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from parallel.pipeline.action import COMPUTE, Action, Schedule
+from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
 from parallel.pipeline.arrays import CODES, KINDS, Ints, Leaves, Products, leaves_of, peaks
 from parallel.pipeline.costs import Costs, costs_from
 from parallel.pipeline.dependencies import RULES, ScheduleError
@@ -275,18 +274,14 @@ def bubble_formula(name: str, num_ranks: int, num_microbatches: int, costs: Cost
     Exact for equal stages without communication in the balanced case only: print it beside a simulated value,
     never instead of it. Costs that differ between stages enter by their mean.
     """
-    forward, input_gradient, weight_gradient = (
-        statistics.fmean(cost) if isinstance(cost, tuple) else cost
-        for cost in (costs.forward, costs.input_gradient, costs.weight_gradient)
-    )
-    backward = input_gradient + weight_gradient
+    forward, backward, weight_gradient = (costs.mean_of_kind(kind) for kind in (Kind.F, Kind.B, Kind.W))
     busy = num_microbatches * (forward + backward)
     if name == "naive":
         text, idle = "(PP-1) m (F+B)", (num_ranks - 1) * busy
     elif name in ("gpipe", "1f1b"):
         text, idle = "(PP-1)(F+B)", (num_ranks - 1) * (forward + backward)
     elif name == "dualpipe":
-        pair = forward + backward if costs.pair is None else costs.pair
+        pair = costs.of_pair(forward, backward)
         text = "(PP/2-1)(F&B+B-3W)"
         idle = (num_ranks / 2 - 1) * (pair + backward - 3 * weight_gradient)
         busy -= _mean_pairs(num_ranks, num_microbatches) * (forward + backward - pair)

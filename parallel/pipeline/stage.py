@@ -30,8 +30,8 @@ class StageParameters(Protocol):
         """UNSHARD: start gathering the whole parameters."""
         ...
 
-    def wait_unshard(self) -> None:
-        """Return once the whole parameters are here."""
+    def wait_unshard(self) -> bool:
+        """Return once the whole parameters are here; whether there was something to wait for."""
         ...
 
     def reshard(self) -> None:
@@ -68,7 +68,8 @@ class PlainParameters:
 
     def unshard(self) -> None: ...
 
-    def wait_unshard(self) -> None: ...
+    def wait_unshard(self) -> bool:
+        return False
 
     def reshard(self) -> None: ...
 
@@ -130,6 +131,9 @@ class Stage:
         return outputs
 
     def outputs_of(self, microbatch: int) -> tuple[Tensor, ...]:
+        assert microbatch in self._in_flight, (
+            f"stage {self.index} has no forward of micro-batch {microbatch} yet"
+        )
         return self._in_flight[microbatch].outputs
 
     def set_loss(self, microbatch: int, loss: Tensor) -> None:
@@ -179,6 +183,7 @@ def _checked(stage: int, outputs: object) -> tuple[Tensor, ...]:
     tensors = tuple(value for value in values if isinstance(value, Tensor))
     if not tensors or len(tensors) != len(values):
         raise TypeError(
-            f"stage {stage} returned a {type(cast(object, outputs)).__name__}; a stage returns a tensor or a tuple of tensors"
+            f"stage {stage} returned a {type(cast(object, outputs)).__name__}; a stage returns a tensor or a "
+            "tuple of tensors"
         )
     return tensors

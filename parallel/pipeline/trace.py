@@ -199,25 +199,29 @@ class Recorder:
         self.peak_live_activations = 0
         self.peak_held_weight_grad_bytes = 0
         self._start_s = time.perf_counter()
-        self._start = self._pipeline_start = self._pipeline_end = self._stop = self._now()
+        self._start = self._pipeline_start = self._pipeline_end = self._stop = self.now()
 
     @contextmanager
     def record(self, activity: Activity, stage: int = -1, microbatch: int | None = None) -> Generator[None]:
         """What runs within is an interval of `activity`."""
-        begin = self._now()
+        begin = self.now()
         yield
-        self._marks.append((activity, stage, microbatch, begin, self._now()))
+        self.add(activity, stage, microbatch, begin)
+
+    def add(self, activity: Activity, stage: int, microbatch: int | None, begin: Any) -> None:
+        """An interval from `begin`, which `now` gave, until now: `record` without its overhead."""
+        self._marks.append((activity, stage, microbatch, begin, self.now()))
 
     @contextmanager
     def pipeline(self) -> Generator[None]:
         """The schedule runs within."""
-        self._pipeline_start = self._now()
+        self._pipeline_start = self.now()
         yield
-        self._pipeline_end = self._now()
+        self._pipeline_end = self.now()
 
     def stop(self) -> None:
         """The step ends here, or where this is called again."""
-        self._stop = self._now()
+        self._stop = self.now()
 
     def trace(self) -> Trace:
         """The step so far. On CUDA this waits for the device."""
@@ -236,7 +240,8 @@ class Recorder:
             peak_held_weight_grad_bytes=self.peak_held_weight_grad_bytes,
         )
 
-    def _now(self) -> Any:
+    def now(self) -> Any:
+        """A mark of this moment, for `add`."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
