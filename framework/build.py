@@ -89,7 +89,12 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     Raises ValueError: where the layout does not fit the processes, the schedule or the model.
     """
     compute_schedule = build_schedule(config.schedule, config.parallel)
-    schedule = lower(compute_schedule, zero_stage=config.zero.stage, reshard_after=config.zero.reshard_after)
+    schedule = lower(
+        compute_schedule,
+        zero_stage=config.zero.stage,
+        reshard_after=config.zero.reshard_after,
+        early_sends=config.schedule.early_sends,
+    )
     verify(schedule)
     mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
     meter = ByteMeter()
@@ -153,13 +158,13 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         num_validation_batches=0 if validation is None else _num_validation_batches(config, validation),
         vocab_size=vocab_size,
         training_flops_per_token=cost.training_flops_per_token,
-        expected_bubble=expected_bubble(config, compute_schedule),
+        expected_bubble=expected_bubble(config, schedule),
         device=device,
     )
 
 
 def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
-    """The makespan bubble of `schedule` at the configured costs, simulated and by its published formula."""
+    """The bubbles of `schedule`, as it is executed, at the configured costs; and its published formula's."""
     costs = costs_from(config.schedule.costs, schedule.num_stages)
     formula = bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches, costs)
     simulation = simulate(schedule, costs)

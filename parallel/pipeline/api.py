@@ -99,6 +99,7 @@ def build_pipeline(
     num_chunks: int | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
+    early_sends: bool = True,
     uniform_shapes: bool = True,
 ) -> Pipeline:
     """A pipeline over the ranks of `group`; every rank of it calls this.
@@ -109,6 +110,8 @@ def build_pipeline(
         which the log says once.
     schedule: a name (`gpipe`, `1f1b`, `dualpipe`, ...) with `num_microbatches` of a step (another step may have
         another number) and where it lets one choose `num_chunks` of a rank, or a Schedule of compute actions.
+    early_sends: send each gradient before the weight gradients of its backward, each activation before the
+        backward it is paired with.
     group: None is every rank, or this process alone where torch.distributed is not initialised. Two-copy
         schedules start both copies of a stage from the parameters of the lower rank, and sum their gradients.
 
@@ -125,7 +128,8 @@ def build_pipeline(
             raise ValueError(f"schedule='{name}' needs num_microbatches; pass how many a step has")
 
         def with_count(count: int) -> Schedule:
-            return lower(generate(name, num_ranks, count, num_chunks=num_chunks), zero_stage=0)
+            made = generate(name, num_ranks, count, num_chunks=num_chunks)
+            return lower(made, zero_stage=0, early_sends=early_sends)
 
         reschedule = with_count
         schedule = generate(name, num_ranks, num_microbatches, num_chunks=num_chunks)
@@ -138,7 +142,7 @@ def build_pipeline(
             f"the schedule '{schedule.name}' is for {schedule.num_ranks} ranks and the group has {num_ranks}; "
             "generate it for the size of the group"
         )
-    lowered = lower(schedule, zero_stage=0)
+    lowered = lower(schedule, zero_stage=0, early_sends=early_sends)
     verify(lowered)
     stages: dict[int, Stage] = {}
     for index in sorted(set(lowered.stages_of(rank))):

@@ -101,6 +101,8 @@ class ScheduleConfig:
     path: the file of `csv`, one row per rank.
     memory_limit_activations: for `auto`, most micro-batches whose activations a rank may hold; null: what 1f1b holds.
     search_seed: for `auto`; the same seed finds the same schedule.
+    early_sends: let an activation leave before the backward it is paired with, and a gradient before the weight
+        gradients of its backward; costs the memory that W of one more micro-batch needs.
     """
 
     name: str = "1f1b"
@@ -109,6 +111,7 @@ class ScheduleConfig:
     path: str | None = None
     memory_limit_activations: int | None = None
     search_seed: int = 0
+    early_sends: bool = True
     costs: CostsConfig = field(default_factory=CostsConfig)
 
     def __post_init__(self) -> None:
