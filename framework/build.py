@@ -166,7 +166,13 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
 def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
     """The bubbles of `schedule`, as it is executed, at the configured costs; and its published formula's."""
     costs = costs_from(config.schedule.costs, schedule.num_stages)
-    formula = bubble_formula(schedule.name, schedule.num_ranks, schedule.num_microbatches, costs)
+    formula = bubble_formula(
+        schedule.name,
+        schedule.num_ranks,
+        schedule.num_microbatches,
+        costs,
+        num_chunks=schedule.num_stages // schedule.num_ranks,
+    )
     simulation = simulate(schedule, costs)
     return ExpectedBubble(
         simulated=simulation.bubble_makespan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import sys
@@ -160,6 +161,9 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
     seed_everything(config.seed, deterministic=config.deterministic)
     assembly = build(config, run.data, device)
     first_step = run_checkpoint.resume(assembly, run)
+    # What is alive now stays; the collector need not walk over it in the middle of a step, on each rank at another.
+    gc.collect()
+    gc.freeze()
     if assembly.mesh.rank > 0:
         for record in train(assembly, first_step):
             run_checkpoint.save_if_due(assembly, run, record.step + 1)

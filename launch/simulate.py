@@ -47,7 +47,13 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
 
     costs = costs_from(config.schedule.costs, schedule.num_stages)
     simulation = simulate(schedule, costs)
-    formula = bubble_formula(schedule.name, num_ranks, schedule.num_microbatches, costs)
+    formula = bubble_formula(
+        schedule.name,
+        num_ranks,
+        schedule.num_microbatches,
+        costs,
+        num_chunks=schedule.num_stages // num_ranks,
+    )
     volume = _volume(config, schedule, executable, costs)
     if executable is None:
         notes.append(

@@ -62,6 +62,11 @@ def test_command_of_the_docs_runs(line: str, tmp_path: Path) -> None:
     if words[1] in ("train", "parity", "memory", "profile") and "--cfg" not in words:
         words += [f"{key}={value}" for key, value in small.items()]
         words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
+    if words[1] == "bench":
+        is_compute = "mode=compute" in words
+        words += ["schedules=[1f1b]", "repeats=1"] if is_compute else [
+            "mode=sleep", "repeats=1", "action_ms=1", "num_ranks=2", "num_microbatches=[4]",
+        ]  # fmt: skip
     done = run([str(BIN / words[0]), *words[1:]], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -268,18 +268,28 @@ class FormulaBubble:
     fraction: float
 
 
-def bubble_formula(name: str, num_ranks: int, num_microbatches: int, costs: Costs) -> FormulaBubble | None:
-    """The published formula for the schedule `name`, or None where there is none.
+def bubble_formula(
+    name: str, num_ranks: int, num_microbatches: int, costs: Costs, *, num_chunks: int = 1
+) -> FormulaBubble | None:
+    """The published formula for the schedule `name`, or None where there is none. num_chunks: stages of a rank.
 
     Exact for equal stages without communication in the balanced case only: print it beside a simulated value,
     never instead of it. Costs that differ between stages enter by their mean.
     """
     forward, backward, weight_gradient = (costs.mean_of_kind(kind) for kind in (Kind.F, Kind.B, Kind.W))
     busy = num_microbatches * (forward + backward)
+    if name == "dualpipe_v":
+        # A V folds the two directions of twice the ranks and micro-batches into one.
+        folded = bubble_formula("dualpipe", 2 * num_ranks, 2 * num_microbatches, costs)
+        return None if folded is None else replace(folded, text="(PP-1)(F&B+B-3W)")
     if name == "naive":
         text, idle = "(PP-1) m (F+B)", (num_ranks - 1) * busy
     elif name in ("gpipe", "1f1b"):
         text, idle = "(PP-1)(F+B)", (num_ranks - 1) * (forward + backward)
+    elif name == "interleaved_1f1b":
+        text, idle, busy = "(PP-1)(F+B) of a chunk", (num_ranks - 1) * (forward + backward), num_chunks * busy
+    elif name == "zb1p":
+        text, idle = "(PP-1)(F+B-2W)", (num_ranks - 1) * (forward + backward - 2 * weight_gradient)
     elif name == "dualpipe":
         pair = costs.of_pair(forward, backward)
         text = "(PP/2-1)(F&B+B-3W)"

@@ -71,6 +71,29 @@ def test_formulas_of_the_others() -> None:
     assert bubble_formula("csv", 4, 8, Costs()) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_microbatches", "num_chunks", "idle", "fraction"),
+    [
+        ("interleaved_1f1b", 8, 32, 2, 21, 21 / 213),
+        ("interleaved_1f1b", 8, 32, 4, 21, 21 / 405),
+        ("zb1p", 8, 32, 1, 7, 7 / 103),
+        ("dualpipe_v", 4, 10, 2, 6, 6 / 66),
+    ],
+)
+def test_published_formulas_of_other_schedules(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, idle: float, fraction: float
+) -> None:
+    """At F=I=W=1 and pairs of 3 they meet the simulation."""
+    costs = Costs(pair=3.0)
+    formula = bubble_formula(name, num_ranks, num_microbatches, costs, num_chunks=num_chunks)
+    assert formula is not None
+    assert formula.idle == idle
+    assert formula.fraction == pytest.approx(fraction)
+    chosen = num_chunks if name == "interleaved_1f1b" else None
+    simulated = simulate(generate(name, num_ranks, num_microbatches, num_chunks=chosen), costs)
+    assert simulated.bubble_makespan == pytest.approx(fraction)
+
+
 def slow_simulation(schedule: Schedule, costs: Costs) -> list[dict[str, tuple[float, float]]]:
     """Start and end of each action by repeated relaxation from the definition, without the dependency table."""
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # tensor -> (time, rank)
