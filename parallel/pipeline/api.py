@@ -21,7 +21,7 @@ from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.generate import generate
 from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower
-from parallel.pipeline.runtime import LossFunction, Microbatches, Runtime, StepResult
+from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.stage import PlainParameters, Stage
 from parallel.pipeline.verify import verify
 
@@ -29,10 +29,15 @@ logger = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """This rank's part of a pipeline over plain modules. Built by `build_pipeline`."""
+    """This rank's part of a pipeline over plain modules. Built by `build_pipeline`.
+
+    step, evaluate: those of the `Runtime`.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.step = runtime.step
+        self.evaluate = runtime.evaluate
 
     @property
     def schedule(self) -> Schedule:
@@ -47,48 +52,6 @@ class Pipeline:
         """The parameters of this rank's modules, for an optimizer; their gradients are complete after `step`."""
         for module in self.modules.values():
             yield from module.parameters()
-
-    def step(
-        self,
-        inputs: Microbatches,
-        targets: Microbatches,
-        loss_fn: LossFunction,
-        *,
-        num_microbatches: int | None = None,
-        loss_reduction: str = "mean",
-        share_losses: bool = True,
-        return_outputs: bool = False,
-    ) -> StepResult:
-        """Forward and backward of every micro-batch; see `Runtime.step`."""
-        return self.runtime.step(
-            inputs,
-            targets,
-            loss_fn,
-            num_microbatches=num_microbatches,
-            loss_reduction=loss_reduction,
-            share_losses=share_losses,
-            return_outputs=return_outputs,
-        )
-
-    def evaluate(
-        self,
-        inputs: Microbatches,
-        targets: Microbatches,
-        loss_fn: LossFunction,
-        *,
-        num_microbatches: int | None = None,
-        share_losses: bool = True,
-        return_outputs: bool = False,
-    ) -> StepResult:
-        """Forward only; see `Runtime.evaluate`."""
-        return self.runtime.evaluate(
-            inputs,
-            targets,
-            loss_fn,
-            num_microbatches=num_microbatches,
-            share_losses=share_losses,
-            return_outputs=return_outputs,
-        )
 
 
 def build_pipeline(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
 from parallel.pipeline.dependencies import ScheduleError
-from parallel.pipeline.generate import generate
+from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import (
     add_communication,
     add_reduce_grad,
@@ -20,6 +20,7 @@ from parallel.pipeline.passes import (
     lower,
     merge_backward,
 )
+from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.verify import verify
 from tests.parallel.pipeline.oracle import survives
 from tests.parallel.pipeline.test_generate import fitting_sizes
@@ -221,3 +222,35 @@ def without_reductions_of_copies(schedule: Schedule) -> Schedule:
         ]
         for rank, actions in enumerate(schedule.actions)
     )
+
+
+def test_early_sends_split_what_others_wait_for() -> None:
+    schedule = parse("0F0 0B0", "1F0 1B0", placement=((0, 1),), microbatches=1)
+    assert text(lower(schedule, zero_stage=0, early_sends=True)) == [
+        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1I0 1SEND_B0 1W0 1REDUCE_GRAD",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_early_sends_keep_the_order_and_end_no_later(name: str, zero_stage: int) -> None:
+    schedule = generate(name, 4, 8)
+    early = lower(schedule, zero_stage=zero_stage, early_sends=True)
+    verify(early)
+    for before, after in zip(schedule.actions, early.actions, strict=True):
+        leaves = [leaf for action in before for leaf in action.leaves]
+        expected = [
+            (leaf.stage, leaf.microbatch, leaf.kind is Kind.F) for leaf in leaves if leaf.kind is not Kind.W
+        ]
+        kept = [
+            (action.stage, action.microbatch, action.kind is Kind.F)
+            for action in after
+            if action.kind in COMPUTE and action.kind is not Kind.W
+        ]
+        assert kept == expected
+    assert simulate(early, Costs()).makespan <= simulate(schedule, Costs()).makespan
+    held, peak = simulate(early, Costs()), simulate(schedule, Costs())
+    assert held.peak_activations == peak.peak_activations
+    for rank in range(4):
+        assert held.peak_held_weight_gradients[rank] <= peak.peak_held_weight_gradients[rank] + 1
