@@ -125,6 +125,7 @@ def _sleep_mapping(row: Row) -> dict[str, Any]:
         "num_stages": row.num_stages,
         "num_microbatches": row.num_microbatches,
         "theory_idle": row.theory_idle,
+        "executed_idle": row.executed_idle,
         "measured_idle": row.measured_idle,
         "best_idle": row.best_idle,
         "torch_idle": row.torch_idle,
@@ -139,13 +140,32 @@ def _compute_mapping(row: ComputeRow) -> dict[str, Any]:
 
 
 def _print_sleep(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="idle share of a step: theory, measured (median, best), torch", title_justify="left")
-    for column in ("schedule", "stages", "m", "theory", "median", "best", "torch", "step / torch's"):
+    table = Table(
+        title="idle share of a step: theory, theory with early sends, measured", title_justify="left"
+    )
+    for column in (
+        "schedule",
+        "stages",
+        "m",
+        "theory",
+        "executed",
+        "median",
+        "best",
+        "torch",
+        "step / torch's",
+    ):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for row in rows:
         figures = [
             row[name]
-            for name in ("theory_idle", "measured_idle", "best_idle", "torch_idle", "ratio_to_torch")
+            for name in (
+                "theory_idle",
+                "executed_idle",
+                "measured_idle",
+                "best_idle",
+                "torch_idle",
+                "ratio_to_torch",
+            )
         ]
         sizes = (str(row["num_stages"]), str(row["num_microbatches"]))
         table.add_row(

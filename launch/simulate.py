@@ -31,7 +31,8 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     """Simulate the configured schedule on the mesh's pipeline axis; write its pictures and CSV to `output_dir`.
 
     Returns what `--json` prints: schedule, num_stages, num_microbatches, makespan, idle and peak_activations
-    per rank, bubble_makespan, bubble_span, bubble_formula (a share, or None), volume (bytes), notes, and the paths
+    per rank, bubble_makespan, bubble_span, bubble_formula (a share, or None), executed (makespan and bubbles of the
+    schedule as the runtime executes it), volume (bytes), notes, and the paths
     svg, png, csv and executable_csv (None for what was too large).
 
     Raises ValueError: sizes that the schedule does not fit, costs or a file that do not fit the schedule.
@@ -41,7 +42,11 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     schedule, notes = source.schedule, [source.note] if source.note else []
     num_actions = sum(map(len, schedule.actions))
     report = verify(schedule)
-    executable = lower(schedule, zero_stage=3) if num_actions <= MAX_DRAWN else None
+    executable = (
+        lower(schedule, zero_stage=3, early_sends=config.schedule.early_sends)
+        if num_actions <= MAX_DRAWN
+        else None
+    )
     if executable is not None:
         report = verify(executable)
 
@@ -65,7 +70,16 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
             "bytes on the data axis are not counted: the schedule is too large, or the model has too few layers for "
             f"{schedule.num_stages} stages"
         )
+    executed = None if executable is None else simulate(executable, costs)
     _print(console, schedule, report, simulation, formula)
+    if executed is not None and executed.makespan < simulation.makespan:
+        console.print(
+            f"as executed       makespan {executed.makespan:g}, bubble {executed.bubble_makespan:.4f}: results leave "
+            "as soon as they are there (schedule.early_sends)",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     _print_volume(console, volume)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
@@ -83,6 +97,13 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
         "bubble_makespan": simulation.bubble_makespan,
         "bubble_span": simulation.bubble_span,
         "bubble_formula": None if formula is None else formula.fraction,
+        "executed": None
+        if executed is None
+        else {
+            "makespan": executed.makespan,
+            "bubble_makespan": executed.bubble_makespan,
+            "bubble_span": executed.bubble_span,
+        },
         "volume": _volume_mapping(volume),
         "notes": notes,
         **{what: None if path is None else str(path) for what, path in paths.items()},
