@@ -24,6 +24,7 @@ from models.config import ModelConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.config import ScheduleConfig
+from parallel.pipeline.costs import costs_from
 from parallel.pipeline.source import schedule_from
 from parallel.zero_config import ZeroConfig
 
@@ -80,10 +81,10 @@ class LauncherConfig:
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.threads_per_rank is not None and self.threads_per_rank < 1:
+        if self.threads_per_rank is not None and not 1 <= self.threads_per_rank <= 1024:
             raise ValueError(
-                f"launcher.threads_per_rank={self.threads_per_rank}: a rank needs at least one thread; set it to 1 "
-                "or more, or to null to share the cores out"
+                f"launcher.threads_per_rank={self.threads_per_rank}: a rank has from 1 to 1024 threads; set it so, "
+                "or to null to share the cores out"
             )
         if not 0 <= self.grace_s <= 10:
             raise ValueError(
@@ -119,11 +120,14 @@ def check(config: TrainConfig) -> None:
     """
     problems = refused(config)
     problems += _tensor_problems(config)
+    if not 0 <= config.seed < 1 << 63:
+        problems.append(f"seed={config.seed}: a whole number from 0 to 2^63 - 1")
     try:
         schedule = build_schedule(config.schedule, config.parallel)
     except ValueError as error:
         problems.append(str(error))
     else:
+        problems += _placement_problems(config, schedule)
         if config.model.num_layers < schedule.num_stages:
             problems.append(
                 f"model.num_layers={config.model.num_layers}: schedule={config.schedule.name} with "
@@ -139,6 +143,37 @@ def check(config: TrainConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _placement_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
+    """A user's own schedule may place stages where the mesh has no groups for them."""
+    problems: list[str] = []
+    try:
+        costs_from(config.schedule.costs, schedule.num_stages)
+    except ValueError as error:
+        problems.append(str(error))
+    last = schedule.num_ranks - 1
+    if schedule.num_directions > 1 and any(
+        schedule.replicas_of(stage) != tuple(sorted({rank, last - rank}))
+        for stage, rank in enumerate(schedule.placement[0])
+    ):
+        problems.append(
+            f"schedule.path={config.schedule.path}: the two copies of a stage must be on the ranks r and "
+            f"{last} - r; reorder the rows of the file"
+        )
+    ends = (schedule.placement[0][0], schedule.placement[0][-1])
+    if (
+        config.model.tie_embeddings
+        and schedule.num_directions == 1
+        and ends[0] != ends[1]
+        and ends != (0, last)
+    ):
+        problems.append(
+            f"model.tie_embeddings=true: the first stage must be on pipeline rank 0 and the last on {last}, or both "
+            f"on one, and schedule={config.schedule.name} has them on {ends[0]} and {ends[1]}; reorder the rows of "
+            "the file, or set model.tie_embeddings=false"
+        )
+    return problems
 
 
 def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:

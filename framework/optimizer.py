@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ class ModelOptimizer:
     def step(self, learning_rate: float, recorder: Recorder | None = None) -> float:
         """Clip, update the masters and publish them; returns the gradient norm before clipping."""
         norm = self.gradient_norm(recorder)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm is {norm} after {self.num_steps} steps: nothing was updated, and the last "
+                "checkpoint is of sound parameters; lower optimizer.base_lr or lengthen the warm-up, and go on from it"
+            )
         limit = self._config.max_grad_norm
         if limit is not None and norm > limit:
             for unit in self._units():

@@ -80,7 +80,12 @@ def resume(assembly: Assembly, run: RunContext) -> int:
             f"checkpoint.resume={source}: there is no whole checkpoint under {checkpoints_of(Path(source))}; "
             "name the folder of a run that has saved one, or leave checkpoint.resume out to start anew"
         )
-    metadata = load(folder, list(state_boxes(assembly)), group=assembly.mesh.world)
+    metadata = load(
+        folder,
+        list(state_boxes(assembly)),
+        group=assembly.mesh.world,
+        verify_checksums=assembly.config.checkpoint.verify_checksums,
+    )
     for key, mine, remedy in (
         ("data_hash", run.data.content_hash, "use the same data.* and tokenizer.* values"),
         ("seed", assembly.config.seed, "use the same seed"),

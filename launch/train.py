@@ -113,12 +113,38 @@ def _check_environment(config: TrainConfig) -> None:
             f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
             "runs/20260131-120000-1a2b3c4d"
         )
+    elif config.checkpoint.resume is not None:
+        problems += _resume_problems(config, Path(config.checkpoint.resume))
     try:
         check_logger(config.logger)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError(problems)
+
+
+def _resume_problems(config: TrainConfig, source: Path) -> list[str]:
+    """What the checkpoint says itself; the rest (data, shapes) shows when it is loaded."""
+    from framework.checkpoint.manifest import latest, read_metadata
+
+    folder = latest(source / "checkpoints")
+    if folder is None:
+        return [
+            f"checkpoint.resume={source}: there is no whole checkpoint under {source / 'checkpoints'}; name the folder "
+            "of a run that has saved one, or leave checkpoint.resume out to start anew"
+        ]
+    metadata, problems = read_metadata(folder), list[str]()
+    if metadata["num_steps"] >= config.training.num_steps:
+        problems.append(
+            f"training.num_steps={config.training.num_steps}: {folder} has done {metadata['num_steps']} steps "
+            "already; set training.num_steps higher to go on"
+        )
+    if metadata["seed"] != config.seed:
+        problems.append(
+            f"seed={config.seed}: {folder} was trained with seed={metadata['seed']}, which orders the samples; use "
+            "the same"
+        )
+    return problems
 
 
 def _prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:

@@ -10,8 +10,8 @@ from one micro-batch to the next, and a step pays one small message per channel.
 Note [Sends retire when they are known to have arrived]
 A gloo send reports completion only to `wait`, so polling it would keep every buffer of the step alive. The
 gradient of micro-batch k coming back proves that its activation arrived: that send is then waited for, at
-once. Gradient sends have no answer; per channel the oldest is waited for when more than `_MAX_UNANSWERED`
-are out, more than a verified schedule lets a peer fall behind.
+once. Gradient sends have no answer, nor have activations in evaluation; per channel the oldest is waited for
+when more than `_MAX_UNANSWERED` a rank are out, more than a verified schedule lets a peer fall behind.
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ class Transport:
         if self._meter is not None:
             self._meter.add("pipeline", sum(tensor.nbytes for tensor in payload))
         flow.sent.append(_Sent(microbatch, works, payload))
-        while channel.kind is Kind.SEND_B and len(flow.sent) > _MAX_UNANSWERED * self.size:
+        is_unanswered = channel.kind is Kind.SEND_B or not torch.is_grad_enabled()
+        while is_unanswered and len(flow.sent) > _MAX_UNANSWERED * self.size:
             self._retire(peer, channel, flow.sent.popleft())
 
     def receive(
@@ -293,20 +294,19 @@ class Transport:
         flow = self.incoming(receipt.peer, receipt.channel)
         try:
             if receipt.channel.kind is Kind.SEND_F:
-                assert flow.posted[0] is receipt, (
-                    "activations of a channel arrive in the order they were sent"
-                )
-                if receipt.header_work is not None:
-                    assert receipt.header is not None
-                    receipt.header_work.wait()
-                    flow.specs, flow.uniform = decode_header(receipt.header)
-                    self._post_payload(receipt, flow.specs)
-                flow.posted.popleft()
-                for following in flow.posted:
-                    if following.tensors is None and following.header_work is None:
-                        self._begin(following)
-                    if following.tensors is None:
+                # Those before it on the channel too: a schedule may use activations in another order.
+                for posted in flow.posted:
+                    if posted.tensors is None and posted.header_work is None:
+                        self._begin(posted)
+                    if posted.header_work is not None and receipt.tensors is None:
+                        assert posted.header is not None
+                        posted.header_work.wait()
+                        posted.header_work = None
+                        flow.specs, flow.uniform = decode_header(posted.header)
+                        self._post_payload(posted, flow.specs)
+                    if posted.tensors is None:
                         break
+                flow.posted.remove(receipt)
             for work in receipt.works:
                 work.wait()
         except RuntimeError as error:

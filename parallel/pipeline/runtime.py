@@ -85,6 +85,7 @@ class Runtime:
         self.stages = dict(stages)
         self.schedule = schedule
         self._uniform_shapes = uniform_shapes
+        self._is_broken = False
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -166,7 +167,9 @@ class Runtime:
         return_outputs: bool = False,
     ) -> StepResult:
         """Forward only, under no_grad and in evaluation mode; as `step` otherwise."""
-        modes = {index: stage.module.training for index, stage in self.stages.items()}
+        modes = [
+            (module, module.training) for stage in self.stages.values() for module in stage.module.modules()
+        ]
         for stage in self.stages.values():
             stage.module.eval()
         try:
@@ -185,8 +188,9 @@ class Runtime:
                     Recorder(self.device),
                 )
         finally:
-            for index, stage in self.stages.items():
-                stage.module.train(modes[index])
+            # One by one: a user may have set some of them to evaluation.
+            for module, training in modes:
+                module.training = training
 
     def _run(
         self,
@@ -199,6 +203,10 @@ class Runtime:
         return_outputs: bool,
         recorder: Recorder,
     ) -> StepResult:
+        if self._is_broken:
+            raise RuntimeError(
+                "an earlier step failed, so the ranks are out of step; build the pipeline anew"
+            )
         count, last = schedule.num_microbatches, schedule.num_stages - 1
         self._step = step = _StepState(
             schedule=schedule,
@@ -224,6 +232,8 @@ class Runtime:
         except BaseException:
             for stage in self.stages.values():
                 stage.discard()
+            # Other ranks are somewhere in the step that failed here, and messages are under way.
+            self._is_broken = self.transport.size > 1
             raise
         if share_losses and self.group is not None and self.transport.size > 1:
             with recorder.record(Activity.COLLECTIVE_WAIT):

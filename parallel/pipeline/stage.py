@@ -54,9 +54,10 @@ class PlainParameters:
     """
 
     def __init__(self, module: nn.Module, mirror: dist.ProcessGroup | None = None) -> None:
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._parameters = list(module.parameters())
         self._mirror = mirror
         self._works: list[dist.Work] = []
+        self._earlier: list[Tensor | None] = []
 
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
@@ -64,7 +65,14 @@ class PlainParameters:
         return parameter.grad
 
     def begin_step(self) -> None:
-        """Gradients accumulate until the user's optimizer zeroes them, as in plain torch."""
+        """Gradients accumulate until the user's optimizer zeroes them, as in plain torch.
+
+        With a mirror the earlier ones are set aside: they are summed over the copies already.
+        """
+        if self._mirror is not None:
+            self._earlier = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def unshard(self) -> None: ...
 
@@ -77,14 +85,19 @@ class PlainParameters:
         if self._mirror is None:
             return
         for parameter in self._parameters:
-            work = all_reduce(self.gradient_buffer(parameter), Axis(group=self._mirror), async_op=True)
-            if work is not None:
-                self._works.append(work)
+            if parameter.requires_grad:
+                work = all_reduce(self.gradient_buffer(parameter), Axis(group=self._mirror), async_op=True)
+                if work is not None:
+                    self._works.append(work)
 
     def finish_step(self) -> None:
         for work in self._works:
             work.wait()
         self._works.clear()
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=False):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+        self._earlier = []
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ class WeightGradStore:
             if buffer.dtype == x.dtype == grad_output.dtype:
                 buffer.addmm_(grad_output.t(), x)
             else:
-                buffer.add_(grad_output.t() @ x)
+                buffer.add_(grad_output.t() @ x.to(grad_output.dtype))
         if deferred.bias is not None and deferred.bias.requires_grad:
             self._gradient_buffer(deferred.bias).add_(grad_output.sum(0))
 
@@ -114,16 +114,21 @@ class _SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        out = F.linear(x, weight, bias)
+        ctx.x_dtype = x.dtype
+        # Under autocast the product is of a lower precision, and so is what its backward multiplies.
+        ctx.save_for_backward(x.to(out.dtype))
         # The Parameter object itself: its storage may be freed and filled again (ZeRO-3) before backward.
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
-        return F.linear(x, weight, bias)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
         (grad_output,) = grad_outputs
         (x,) = ctx.saved_tensors
-        grad_x = grad_output.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_output.matmul(ctx.weight.to(grad_output.dtype)).to(ctx.x_dtype)
         ctx.sink.add(ctx.weight, ctx.bias, x, grad_output)
         return grad_x, None, None, None
 
@@ -167,18 +172,19 @@ def adopt(module: nn.Module, sink: WeightGradSink) -> Adoption:
     """Make every linear layer of `module` file its weight gradient in `sink`.
 
     A layer is a `SplitLayer` or exactly torch.nn.Linear; a subclass may compute something else and keeps its
-    own backward.
+    own backward, and so does one whose weight is computed from other parameters (torch.nn.utils.weight_norm).
     """
     deferred: set[int] = set()
     immediate: set[int] = set()
     for layer in module.modules():
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        own_names = dict(layer.named_parameters(recurse=False))
+        own = {id(parameter) for parameter in own_names.values()}
         here: set[int] = set()
         if hasattr(layer, "weight_grad_sink"):
             split = cast(SplitLayer, layer)
             split.weight_grad_sink = sink
             here = {id(parameter) for parameter in split.deferrable_parameters()}
-        elif type(layer) is nn.Linear:
+        elif type(layer) is nn.Linear and "weight" in own_names:
             layer.forward = partial(_linear_forward, layer, sink)  # type: ignore[method-assign]
             here = own
         deferred |= here

@@ -166,3 +166,16 @@ def validation_loss(config: TrainConfig, run: RunContext) -> float:
     loss = evaluate(build(config, run.data, torch.device("cpu")))
     assert loss is not None
     return loss
+
+
+def test_a_diverged_run_stops_and_keeps_its_sound_checkpoint(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        training={"num_steps": 5},
+        optimizer={"base_lr": 1e30, "lr_schedule": {"warmup_steps": 1}},
+        checkpoint={"enabled": True, "interval_steps": 1, "keep": 1},
+    )
+    with pytest.raises(AssertionError, match="FloatingPointError: the gradient norm is nan after 1 steps"):
+        ranks.run(run_steps, 1, config, run_context(tiny_data, tmp_path), None)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.pipeline.action import Action, Schedule
 from parallel.pipeline.api import build_pipeline
 from parallel.pipeline.generate import generate
 from tests.rank_pool import RankPool
@@ -156,3 +157,83 @@ def test_example_of_an_own_loop() -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def accumulated(name: str, num_steps: int) -> dict[int, Tensor]:
+    pipeline = build_pipeline(make_seeded, name, num_microbatches=4)
+    for seed in range(num_steps):
+        inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+        pipeline.step(inputs, inputs, nn.functional.mse_loss)
+    return {index: module.weight.grad for index, module in pipeline.modules.items()}  # type: ignore[misc]
+
+
+def make_seeded(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_gradients_accumulate_over_steps(ranks: RankPool, name: str) -> None:
+    model = nn.Sequential(make_seeded(0), make_seeded(1))
+    for seed in range(2):
+        inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+        for part in inputs.chunk(4):
+            (nn.functional.mse_loss(model(part), part) / 4).backward()
+    for found in ranks.run(accumulated, 2, name, 2):
+        for index, gradient in found.items():
+            torch.testing.assert_close(gradient, model[index].weight.grad)
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(x).float()
+
+
+def test_autocast_and_old_weight_norm_within_a_stage() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Autocast(), torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)))
+    inputs = torch.randn(4, WIDTH)
+    nn.functional.mse_loss(model(inputs), inputs).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    pipeline = build_pipeline(lambda index: model, "1f1b", num_microbatches=1)
+    pipeline.step(inputs, inputs, nn.functional.mse_loss)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=2e-2, atol=1e-3)
+
+
+def test_evaluation_leaves_the_modes_of_submodules() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
+    model[1].eval()
+    pipeline = build_pipeline(lambda index: model, "1f1b", num_microbatches=1)
+    pipeline.evaluate(torch.ones(1, WIDTH), torch.ones(1, WIDTH), nn.functional.mse_loss)
+    assert model.training
+    assert not model[1].training
+
+
+def use_in_another_order() -> Tensor:
+    rows = ("0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0")
+    schedule = Schedule(
+        name="by hand",
+        num_stages=2,
+        num_microbatches=2,
+        placement=((0, 1),),
+        actions=tuple(tuple(map(Action.parse, row.split())) for row in rows),
+    )
+    pipeline = build_pipeline(make_seeded, schedule)
+    inputs = [torch.full((2, WIDTH), 1.0), torch.full((3, WIDTH), 2.0)]
+    return pipeline.step(inputs, inputs, nn.functional.mse_loss).losses
+
+
+def test_activations_may_be_used_in_another_order_than_they_come(ranks: RankPool) -> None:
+    model = nn.Sequential(make_seeded(0), make_seeded(1))
+    inputs = [torch.full((2, WIDTH), 1.0), torch.full((3, WIDTH), 2.0)]
+    expected = torch.stack([nn.functional.mse_loss(model(x), x) for x in inputs]).detach()
+    for losses in ranks.run(use_in_another_order, 2):
+        torch.testing.assert_close(losses, expected)
