@@ -62,9 +62,9 @@ class CommConfig:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
+        if not 1 <= self.timeout_s <= 604800:
             raise ValueError(
-                f"comm.timeout_s={self.timeout_s}: a positive time in seconds; 60 is the default"
+                f"comm.timeout_s={self.timeout_s}: from 1 second to a week (604800); 60 is the default"
             )
 
 
