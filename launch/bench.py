@@ -31,8 +31,8 @@ def run(words: Sequence[str], out: Path | None, *, console: Console) -> dict[str
     Raises ValueError: for an unknown bench or key, or a value that does not fit.
     """
     if not words or words[0] not in BENCHES:
-        given = words[0] if words else "nothing"
-        raise ValueError(f"{given}: no such bench; choose one of {', '.join(BENCHES)}")
+        problem = f"{words[0]}: no such bench" if words else "bench takes the name of one"
+        raise ValueError(f"{problem}; choose one of {', '.join(BENCHES)}, as in counterflow bench schedules")
     config = from_mapping(ScheduleBenchConfig, _values(words[1:]))
     folder = out or Path("runs") / f"bench-{words[0]}-{datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ _LAYOUT = (
     ("parallel.tensor_parallel_size=2", "ranks that share each layer"),
     ("parallel.pipeline_parallel_size=2", "stages of layers, one after another"),
     ("parallel.data_parallel_size=2", "copies that each take a part of the batch"),
-    ("schedule=dualpipe", "gpipe, 1f1b, dualpipe or naive"),
+    ("schedule=dualpipe", "1f1b, interleaved_1f1b, zb1p, zbv, dualpipe_v, ... (a wrong name lists all)"),
     ("schedule.num_microbatches=8", "parts of a step's batch (dualpipe: even, >= 2 x stages)"),
 )
 
