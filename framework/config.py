@@ -112,6 +112,11 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = True
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all data-parallel ranks."""
+        return self.data.micro_batch_size * self.schedule.num_microbatches * self.parallel.data_parallel_size
+
 
 def check(config: TrainConfig) -> None:
     """Hold `config` against the rules that cross its nodes.

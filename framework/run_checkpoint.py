@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from framework.build import Assembly
 from framework.checkpoint.box import TensorBox, shard_boxes
-from framework.checkpoint.manifest import latest, prune, step_folder, step_of
+from framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
 from framework.checkpoint.rng import rng_state, set_rng_state
 from framework.checkpoint.storage import load, read_rank_state, save
+from framework.errors import ConfigError
+from framework.resume import checkpoint_to_resume, checkpoints_of, resume_problems
 from framework.run import RunContext
 
 logger = logging.getLogger(__name__)
-
-
-def checkpoints_of(run_dir: Path) -> Path:
-    """Where a run keeps its checkpoints."""
-    return run_dir / "checkpoints"
 
 
 def state_boxes(assembly: Assembly) -> Iterator[TensorBox]:
@@ -74,37 +70,16 @@ def resume(assembly: Assembly, run: RunContext) -> int:
     source = assembly.config.checkpoint.resume
     if source is None:
         return 0
-    folder = latest(checkpoints_of(Path(source)))
-    if folder is None:
-        raise ValueError(
-            f"checkpoint.resume={source}: there is no whole checkpoint under {checkpoints_of(Path(source))}; "
-            "name the folder of a run that has saved one, or leave checkpoint.resume out to start anew"
-        )
+    folder = checkpoint_to_resume(source)
+    problems = resume_problems(assembly.config, folder, read_metadata(folder), run.data.content_hash)
+    if problems:
+        raise ConfigError(problems)
     metadata = load(
         folder,
         list(state_boxes(assembly)),
         group=assembly.mesh.world,
         verify_checksums=assembly.config.checkpoint.verify_checksums,
     )
-    for key, mine, remedy in (
-        ("data_hash", run.data.content_hash, "use the same data.* and tokenizer.* values"),
-        ("seed", assembly.config.seed, "use the same seed"),
-        (
-            "global_batch_size",
-            assembly.train.global_batch_size,
-            "keep micro-batches x micro_batch_size x data_parallel_size as it was",
-        ),
-    ):
-        if metadata[key] != mine:
-            raise ValueError(
-                f"checkpoint.resume={source}: its {key} is {metadata[key]} and this run's is {mine}, so samples "
-                f"would be repeated or left out; {remedy}"
-            )
-    if metadata["num_steps"] >= assembly.config.training.num_steps:
-        raise ValueError(
-            f"training.num_steps={assembly.config.training.num_steps}: {folder} has done {metadata['num_steps']} "
-            "steps already; set training.num_steps higher to go on"
-        )
     assembly.optimizer.restore(metadata["num_steps"])
     state = read_rank_state(folder, assembly.mesh.rank, assembly.axes.world.size)
     if state is None:

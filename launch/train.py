@@ -114,7 +114,7 @@ def _check_environment(config: TrainConfig) -> None:
             "runs/20260131-120000-1a2b3c4d"
         )
     elif config.checkpoint.resume is not None:
-        problems += _resume_problems(config, Path(config.checkpoint.resume))
+        problems += _resume_problems(config, config.checkpoint.resume)
     try:
         check_logger(config.logger)
     except ValueError as error:
@@ -123,39 +123,26 @@ def _check_environment(config: TrainConfig) -> None:
         raise ConfigError(problems)
 
 
-def _resume_problems(config: TrainConfig, source: Path) -> list[str]:
-    """What the checkpoint says itself; the rest (data, shapes) shows when it is loaded."""
-    from framework.checkpoint.manifest import latest, read_metadata
+def _resume_problems(config: TrainConfig, source: str) -> list[str]:
+    """What can be known without the data; whether the tensors fit shows when they are loaded."""
+    from framework.checkpoint.manifest import read_metadata
+    from framework.resume import checkpoint_to_resume, resume_problems
 
-    folder = latest(source / "checkpoints")
-    if folder is None:
-        return [
-            f"checkpoint.resume={source}: there is no whole checkpoint under {source / 'checkpoints'}; name the folder "
-            "of a run that has saved one, or leave checkpoint.resume out to start anew"
-        ]
-    metadata, problems = read_metadata(folder), list[str]()
-    if metadata["num_steps"] >= config.training.num_steps:
-        problems.append(
-            f"training.num_steps={config.training.num_steps}: {folder} has done {metadata['num_steps']} steps "
-            "already; set training.num_steps higher to go on"
-        )
-    if metadata["seed"] != config.seed:
-        problems.append(
-            f"seed={config.seed}: {folder} was trained with seed={metadata['seed']}, which orders the samples; use "
-            "the same"
-        )
-    return problems
+    try:
+        folder = checkpoint_to_resume(source)
+    except ValueError as error:
+        return [str(error)]
+    return resume_problems(config, folder, read_metadata(folder))
 
 
 def _prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
     from framework.data.prepare import prepare
 
     progress = _PrepareProgress() if show else None
-    batch = (
-        config.data.micro_batch_size * config.schedule.num_microbatches * config.parallel.data_parallel_size
-    )
     try:
-        data = prepare(config.data, config.tokenizer, global_batch_size=batch, progress=progress)
+        data = prepare(
+            config.data, config.tokenizer, global_batch_size=config.global_batch_size, progress=progress
+        )
     finally:
         if progress is not None:
             progress.end()

@@ -1,0 +1,55 @@
+"""What a run must share with the one it goes on from: told before a rank starts, held again in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint.manifest import latest
+from framework.config import TrainConfig
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def checkpoint_to_resume(source: str) -> Path:
+    """The newest whole checkpoint of the run in folder `source`.
+
+    Raises ValueError: where it has none.
+    """
+    folder = latest(checkpoints_of(Path(source)))
+    if folder is None:
+        raise ValueError(
+            f"checkpoint.resume={source}: there is no whole checkpoint under {checkpoints_of(Path(source))}; "
+            "name the folder of a run that has saved one, or leave checkpoint.resume out to start anew"
+        )
+    return folder
+
+
+def resume_problems(
+    config: TrainConfig, folder: Path, metadata: Mapping[str, Any], data_hash: str | None = None
+) -> list[str]:
+    """Why a run of `config` cannot go on from the checkpoint `folder`; data_hash: None where it is not known yet."""
+    problems = [
+        f"checkpoint.resume={config.checkpoint.resume}: its {key} is {metadata[key]} and this run's is {mine}, so "
+        f"samples would be repeated or left out; {remedy}"
+        for key, mine, remedy in (
+            ("data_hash", data_hash or metadata["data_hash"], "use the same data.* and tokenizer.* values"),
+            ("seed", config.seed, "use the same seed"),
+            (
+                "global_batch_size",
+                config.global_batch_size,
+                "keep micro-batches x micro_batch_size x data_parallel_size as it was",
+            ),
+        )
+        if metadata[key] != mine
+    ]
+    if metadata["num_steps"] >= config.training.num_steps:
+        problems.append(
+            f"training.num_steps={config.training.num_steps}: {folder} has done {metadata['num_steps']} steps already; "
+            "set training.num_steps higher to go on"
+        )
+    return problems
