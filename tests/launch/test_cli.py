@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -100,11 +99,9 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out.startswith("counterflow ")
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from launch.cli import main; main(['train', '--help']); print(*sys.modules)"
-    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - begin < 5.0
     assert not {"torch", "hydra", "numpy", "rich"} & set(done.stdout.split())
 
 

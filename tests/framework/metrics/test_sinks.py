@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ def wandb_records(folder: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 def await_exit(folder: Path) -> None:
     """W&B's service may write the last of its file a little after `finish` has returned."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not any(each.WhichOneof("record_type") == "exit" for each in wandb_records(folder)):
         assert time.monotonic() < deadline, "W&B never wrote the end of the run"
         time.sleep(0.05)
@@ -309,7 +310,7 @@ def test_a_killed_owner_leaves_no_process_of_wandb(tmp_path: Path, number: signa
     assert names == ["wandb-core"] or torch.cuda.is_available()
     process.send_signal(number)
     process.communicate(timeout=10)
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 60
     while any(map(alive, service)):
         assert time.monotonic() < deadline, f"{list(filter(alive, service))} outlived the owner"
         time.sleep(0.05)
@@ -350,10 +351,10 @@ def test_an_upload_that_does_not_end_is_left_to_sync(
     monkeypatch.setattr(sinks, "_FINISH_TIMEOUT_S", 0.2)
     sink = WandbSink(LoggerConfig(), tmp_path, {})
     finish = sink._run.finish
-    monkeypatch.setattr(sink._run, "finish", lambda **_: time.sleep(1))
-    started = time.monotonic()
+    closed = threading.Event()
+    monkeypatch.setattr(sink._run, "finish", lambda **_: closed.wait(60))
     with caplog.at_level(logging.WARNING):
         sink.close("finished")
-    assert time.monotonic() - started < 0.9
+    closed.set()
     assert f"wandb sync {sink.folder}" in caplog.text
     finish()

@@ -94,23 +94,31 @@ def test_means_and_inflation_are_those_of_the_stages() -> None:
 
 
 def test_a_recorder_measures_what_ran_within() -> None:
+    """Each figure lies between the sleep within it and what a clock outside of it says, on however busy a machine."""
     before = time.perf_counter()
     recorder = Recorder(torch.device("cpu"))
+    begin = time.perf_counter()
     with recorder.pipeline(), recorder.record(Activity.FORWARD, 0, 0):
         time.sleep(0.01)
+    pipeline_end = time.perf_counter()
     with recorder.record(Activity.OPTIMIZER):
         time.sleep(0.01)
+        inner_begin = time.perf_counter()
         with recorder.record(Activity.COLLECTIVE_WAIT):
             time.sleep(0.02)
+        inner_end = time.perf_counter()
+    optimizer_end = time.perf_counter()
     recorder.stop()
     trace = recorder.trace()
-    assert before <= trace.start_s <= time.perf_counter()
+    assert before <= trace.start_s <= begin
     found = trace.account()
     assert sum(found.values()) == pytest.approx(trace.step_s, abs=1e-9)
-    assert trace.step_s >= 0.04
-    for category, least in (("forward", 0.01), ("optimizer", 0.01), ("collective_wait", 0.02)):
-        assert least <= found[category] < least + 0.02
-    assert trace.pipeline_s < 0.03
+    assert 0.04 <= trace.step_s <= time.perf_counter() - before
+    assert 0.01 <= found["forward"] <= trace.pipeline_s <= pipeline_end - begin
+    assert 0.02 <= found["collective_wait"] <= inner_end - inner_begin
+    # The wait within the optimizer is taken out of it.
+    outside = optimizer_end - pipeline_end - (inner_end - inner_begin)
+    assert 0.01 <= found["optimizer"] <= outside + 1e-4
 
 
 def test_one_clock_keeps_its_distances_and_two_are_brought_together() -> None:
@@ -165,30 +173,46 @@ def sleep_through_steps(num_ranks: int, num_microbatches: int) -> list[Trace]:
 
 
 def test_idle_time_of_a_sleeping_pipeline_is_receive_wait_on_the_right_ranks(ranks: RankPool) -> None:
-    """1F1B ends rank r's last backward r B before rank 0's, so it has waited (p-1)(F+B) - r B until then."""
+    """A rank has waited at least until its neighbour's action had ended, and no longer than it did not sleep itself."""
     num_ranks, num_microbatches = 4, 6
     results = ranks.run(sleep_through_steps, num_ranks, num_ranks, num_microbatches)
-    for rank, traces in enumerate(results):
-        accounts = [trace.account() for trace in traces]
-        for trace, found in zip(traces, accounts, strict=True):
+    own_sleep = num_microbatches * (FORWARD_S + BACKWARD_S)
+    for step in range(len(results[0])):
+        traces = [of_rank[step] for of_rank in results]
+        ends = {
+            (rank, interval.activity, interval.microbatch): trace.start_s + interval.end_s
+            for rank, trace in enumerate(traces)
+            for interval in trace.compute
+        }
+        for rank, trace in enumerate(traces):
+            found = trace.account()
             assert sum(found.values()) == pytest.approx(trace.step_s, abs=1e-6)
             assert min(found.values()) >= 0
             assert trace.peak_live_activations == num_ranks - rank
-        # A busy machine adds to every figure; the best of three steps is near what sleeping alone gives.
-        waited = min(found["receive_wait"] for found in accounts)
-        expected = (num_ranks - 1) * (FORWARD_S + BACKWARD_S) - rank * BACKWARD_S
-        assert waited == pytest.approx(expected, abs=0.03)
-        assert min(found["forward"] for found in accounts) == pytest.approx(
-            num_microbatches * FORWARD_S, abs=0.03
-        )
-        assert min(found["backward"] for found in accounts) == pytest.approx(
-            num_microbatches * BACKWARD_S, abs=0.03
-        )
-        rest = [
-            sum(found[name] for name in ("send_wait", "collective_wait", "reduce", "optimizer", "other"))
-            for found in accounts
-        ]
-        assert min(rest) < 0.03
+            assert found["forward"] >= num_microbatches * FORWARD_S
+            assert found["backward"] >= num_microbatches * BACKWARD_S
+            waits = [each for each in trace.intervals if each.activity is Activity.RECEIVE_WAIT]
+            assert len(waits) == num_microbatches * ((rank > 0) + (rank < num_ranks - 1))
+            least = sum(
+                max(0.0, _neighbour_end(ends, trace, rank, wait) - (trace.start_s + wait.start_s))
+                for wait in waits
+            )
+            assert least - 1e-3 <= found["receive_wait"] <= trace.step_s - own_sleep
+        # The last rank's first input has passed three forwards: it waits however late it may have come itself.
+        assert traces[-1].account()["receive_wait"] > 0
+
+
+def _neighbour_end(
+    ends: dict[tuple[int, Activity, int | None], float], trace: Trace, rank: int, wait: Interval
+) -> float:
+    """When the action ended whose message `wait` waited for: the next compute on this rank tells which it was."""
+    used_by = next(
+        each for each in sorted(trace.compute, key=lambda each: each.start_s) if each.start_s >= wait.end_s
+    )
+    assert used_by.microbatch == wait.microbatch
+    is_forward = used_by.activity is Activity.FORWARD
+    sender, activity = (rank - 1, Activity.FORWARD) if is_forward else (rank + 1, Activity.BACKWARD)
+    return ends[sender, activity, wait.microbatch]
 
 
 def held_bytes(num_ranks: int, num_microbatches: int) -> list[int]:
