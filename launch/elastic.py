@@ -6,6 +6,11 @@ leaves no process behind, those that the ranks themselves started included.
 
 Keep this process free of compute threads (no tensor arithmetic, no tokenizer) before `run_local`: a fork copies
 locks, but not the threads that hold them.
+
+Note [Ranks start together]
+One thread there always is: the store's server, which looks up the name of every peer that connects, under a lock
+of the C library that a fork does not reset (seen: glibc 2.36, resolv_conf). A rank that is forked at that moment
+would wait for the lock for ever in its own first connection. So no rank connects before all have been forked.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from launch.failure import (
 )
 
 _POLL_S = 0.05
+_START_POLL_S = 0.002
 # A rank that lost a peer waits this long before it leaves, so that the launcher sees the peer's own end first.
 _HOLD_SECONDARY_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -55,6 +61,7 @@ class _RankPlan:
     control_dir: Path
     run_dir: Path
     launcher_pid: int
+    num_ranks: int
     num_threads: int
 
 
@@ -111,6 +118,7 @@ def run_local(
         control_dir=control_dir,
         run_dir=run_dir,
         launcher_pid=os.getpid(),
+        num_ranks=num_ranks,
         num_threads=threads_per_rank or max(1, _num_cores() // num_ranks),
     )
     stop = _Stop()
@@ -155,6 +163,7 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     rank = int(os.environ["RANK"])
     (plan.control_dir / f"pid-{rank}").write_text(str(os.getpid()))
+    _wait_for_all_ranks(plan)
     fault = fault_path(plan.run_dir, rank).open("w")
     faulthandler.enable(fault, all_threads=True)
 
@@ -174,6 +183,13 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
         os._exit(1)  # threads that would not end must not keep a failed rank alive
     (plan.control_dir / f"done-{rank}").touch()
     return result
+
+
+def _wait_for_all_ranks(plan: _RankPlan) -> None:
+    """Return once every rank's process is there (Note [Ranks start together]); the launcher ends us if one dies."""
+    for rank in range(plan.num_ranks):
+        while not (plan.control_dir / f"pid-{rank}").exists():
+            time.sleep(_START_POLL_S)
 
 
 class _Watcher(threading.Thread):

@@ -99,6 +99,12 @@ def test_results_come_back_by_rank(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_rank_begins_before_all_are_forked(tmp_path: Path) -> None:
+    """A fork while the store's server looks up an early rank's name leaves the resolver's lock taken in the child."""
+    outcome = _run("started", tmp_path)
+    assert (outcome.code, outcome.out.strip()) == (0, str([_NUM_RANKS] * _NUM_RANKS))
+
+
 @pytest.mark.parametrize(
     ("entry", "said"),
     [

@@ -42,6 +42,11 @@ def total() -> float:
     return value.item()
 
 
+def started() -> int:
+    """How many ranks' processes had been forked when this one began."""
+    return len(list(Path(sys.argv[3]).glob(".ranks-*/pid-*")))
+
+
 def work() -> None:
     _init()
     os.write(1, b"working\n")
