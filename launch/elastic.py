@@ -224,7 +224,10 @@ class _Watcher(threading.Thread):
         try:
             while not self._finished.is_set():
                 self._register(poller, pids)
-                failed = [self._look(poller, *pids[fd], fd) for fd, _ in poller.poll(_POLL_S * 1000)]
+                is_ending = deadline is not None
+                failed = [
+                    self._look(poller, *pids[fd], fd, is_ending) for fd, _ in poller.poll(_POLL_S * 1000)
+                ]
                 if deadline is None and (any(failed) or self._stop_request.requests):
                     deadline = time.monotonic() + self._grace_s
                 late = deadline is not None and time.monotonic() >= deadline
@@ -245,19 +248,21 @@ class _Watcher(threading.Thread):
                 pids[fd] = (rank, pid)
                 poller.register(fd, select.POLLIN)
 
-    def _look(self, poller: select.poll, rank: int, pid: int, fd: int) -> bool:
+    def _look(self, poller: select.poll, rank: int, pid: int, fd: int, is_ending: bool) -> bool:
         """Whether this rank, which has just ended, failed."""
         time_s = time.time()
         poller.unregister(fd)
         self._gone.add(rank)
-        code = 0
+        code, is_seen = 0, False
         # Where torch was quicker to reap it, the code is 0, or torch reports the failure with its code.
         with contextlib.suppress(ChildProcessError):
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is not None:
+                is_seen = True
                 code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
         failed = code != 0 or not (self._control_dir / f"done-{rank}").exists()
-        if failed and rank not in self.killed:
+        # Reaped while the run is being ended: torch's own SIGTERM, most likely, and no cause.
+        if failed and rank not in self.killed and (is_seen or not is_ending):
             self.exits.append(RankExit(rank=rank, pid=pid, code=code, time_s=time_s))
         return failed
 
