@@ -105,6 +105,41 @@ FEATURES: tuple[Feature, ...] = (
         value=lambda config: f"precision.compute={config.precision.compute}",
     ),
     Feature(
+        key="compression",
+        title="compressed gradients",
+        setting="compression=onebit",
+        active=lambda config: config.compression.method != "none",
+        value=lambda config: f"compression.method={config.compression.method}",
+    ),
+    Feature(
+        key="recomputation",
+        title="recomputation",
+        setting="recompute.mode=full",
+        active=lambda config: config.recompute.mode != "none",
+        value=lambda config: f"recompute.mode={config.recompute.mode}",
+    ),
+    Feature(
+        key="experts",
+        title="mixture of experts",
+        setting="model.moe.num_experts > 0",
+        active=lambda config: config.model.moe.num_experts > 0,
+        value=lambda config: f"model.moe.num_experts={config.model.moe.num_experts}",
+    ),
+    Feature(
+        key="mtp",
+        title="multi-token prediction",
+        setting="model.mtp.num_modules > 0",
+        active=lambda config: config.model.mtp.num_modules > 0,
+        value=lambda config: f"model.mtp.num_modules={config.model.mtp.num_modules}",
+    ),
+    Feature(
+        key="mla",
+        title="latent attention",
+        setting="model.mla.kv_lora_rank > 0",
+        active=lambda config: config.model.uses_mla,
+        value=lambda config: f"model.mla.kv_lora_rank={config.model.mla.kv_lora_rank}",
+    ),
+    Feature(
         key="tied_embeddings",
         title="tied embeddings",
         setting="model.tie_embeddings=true",
@@ -120,12 +155,6 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="attention does not cut a sequence over ranks yet",
         remedy="set parallel.context_parallel_size=1 and give those ranks to data_parallel_size or "
         "tensor_parallel_size",
-    ),
-    Refusal(
-        first="expert_parallel",
-        second="expert_parallel",
-        reason="there are no mixture-of-experts layers to place yet",
-        remedy="set parallel.expert_parallel_size=1",
     ),
 )
 

@@ -10,17 +10,22 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from framework.balance_config import BalanceConfig
 from framework.checkpoint.config import CheckpointConfig
 from framework.compositions import refused
+from framework.data.batch_plan import BatchPlan, BatchRampConfig
 from framework.data.config import DataConfig, TokenizerConfig
 from framework.errors import ConfigError
 from framework.metrics.config import LoggerConfig
 from framework.optimizer_config import OptimizerConfig, PrecisionConfig
+from framework.recompute import recompute_plan
 from models.config import ModelConfig
+from models.recompute import RecomputeConfig
+from parallel.compress_config import CompressionConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.config import ScheduleConfig
@@ -33,11 +38,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
-    """Length of a run. eval_interval_steps: 0 measures the validation loss at the end only."""
+    """Length of a run. eval_interval_steps: 0 measures the validation loss at the end only.
+
+    batch_ramp: a batch that grows at the start.
+    """
 
     num_steps: int = 100
     eval_interval_steps: int = 50
     log_interval_steps: int = 10
+    batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -57,14 +66,26 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommConfig:
-    """timeout_s: a collective or receive that waits longer ends the run."""
+    """timeout_s: a collective or receive that waits longer ends the run.
+
+    p2p_chunk_bytes: larger activations and gradients travel between stages in chunks of at most this; null: whole.
+    expert_payload: in what precision hidden states go to experts: that of the computation, or rounded to bf16 or to
+        fp8 (e4m3, with a scale for each 128 numbers).
+    """
 
     timeout_s: float = 60.0
+    p2p_chunk_bytes: int | None = None
+    expert_payload: Literal["compute", "bf16", "fp8"] = "compute"
 
     def __post_init__(self) -> None:
         if not 1 <= self.timeout_s <= 604800:
             raise ValueError(
                 f"comm.timeout_s={self.timeout_s}: from 1 second to a week (604800); 60 is the default"
+            )
+        if self.p2p_chunk_bytes is not None and not 1 << 12 <= self.p2p_chunk_bytes <= 1 << 30:
+            raise ValueError(
+                f"comm.p2p_chunk_bytes={self.p2p_chunk_bytes}: from 4096 to 1073741824 bytes; 262144 to 1048576 are "
+                "usual, null sends every tensor whole"
             )
 
 
@@ -100,6 +121,8 @@ class TrainConfig:
     parallel: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -107,6 +130,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: int = 0
@@ -114,8 +138,29 @@ class TrainConfig:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one step over all data-parallel ranks."""
+        """Samples of one step over all data-parallel ranks, once the batch has its full size."""
         return self.data.micro_batch_size * self.schedule.num_microbatches * self.parallel.data_parallel_size
+
+    @property
+    def overlaps_experts(self) -> bool:
+        """Whether tokens travel between ranks, and the halves of a pair are to hide that."""
+        return (
+            self.schedule.overlap
+            and self.model.moe.num_experts > 0
+            and self.parallel.expert_parallel_size > 1
+        )
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """The batch of every step.
+
+        Raises ValueError: where the ramp does not lead to schedule.num_microbatches.
+        """
+        return BatchPlan(
+            num_microbatches=self.schedule.num_microbatches,
+            samples_per_microbatch=self.data.micro_batch_size * self.parallel.data_parallel_size,
+            ramp=self.training.batch_ramp,
+        )
 
 
 def check(config: TrainConfig) -> None:
@@ -125,6 +170,8 @@ def check(config: TrainConfig) -> None:
     """
     problems = refused(config)
     problems += _tensor_problems(config)
+    problems += _expert_problems(config)
+    problems += _balance_problems(config)
     if not 0 <= config.seed < 1 << 63:
         problems.append(f"seed={config.seed}: a whole number from 0 to 2^63 - 1")
     try:
@@ -133,6 +180,7 @@ def check(config: TrainConfig) -> None:
         problems.append(str(error))
     else:
         problems += _placement_problems(config, schedule)
+        problems += _ramp_problems(config)
         if config.model.num_layers < schedule.num_stages:
             problems.append(
                 f"model.num_layers={config.model.num_layers}: schedule={config.schedule.name} with "
@@ -140,6 +188,14 @@ def check(config: TrainConfig) -> None:
                 f"{schedule.num_stages} stages and each needs a layer; set model.num_layers to "
                 f"{schedule.num_stages} or more, or lower parallel.pipeline_parallel_size"
             )
+        else:
+            problems += _recompute_problems(config, schedule)
+    if config.model.position == "learned" and config.data.seq_length > config.model.max_seq_length:
+        problems.append(
+            f"data.seq_length={config.data.seq_length}: model.position=learned has a row for each of "
+            f"model.max_seq_length={config.model.max_seq_length} positions; raise that, lower data.seq_length, or set "
+            "model.position=rope"
+        )
     vocab_size = config.model.vocab_size
     if vocab_size is not None and config.tokenizer.kind == "bpe" and vocab_size < config.tokenizer.vocab_size:
         problems.append(
@@ -148,6 +204,14 @@ def check(config: TrainConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _recompute_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
+    try:
+        recompute_plan(config, schedule, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _placement_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
@@ -168,17 +232,47 @@ def _placement_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
         )
     ends = (schedule.placement[0][0], schedule.placement[0][-1])
     if (
-        config.model.tie_embeddings
+        (config.model.tie_embeddings or config.model.mtp.num_modules)
         and schedule.num_directions == 1
         and ends[0] != ends[1]
         and ends != (0, last)
     ):
         problems.append(
-            f"model.tie_embeddings=true: the first stage must be on pipeline rank 0 and the last on {last}, or both "
+            f"{_tie_of(config.model)}: the first stage must be on pipeline rank 0 and the last on {last}, or both "
             f"on one, and schedule={config.schedule.name} has them on {ends[0]} and {ends[1]}; reorder the rows of "
-            "the file, or set model.tie_embeddings=false"
+            "the file, or set model.tie_embeddings=false and model.mtp.num_modules=0"
         )
     return problems
+
+
+def _tie_of(model: ModelConfig) -> str:
+    """What makes the last stage hold a copy of the first stage's embedding."""
+    return (
+        "model.tie_embeddings=true"
+        if model.tie_embeddings
+        else f"model.mtp.num_modules={model.mtp.num_modules}"
+    )
+
+
+def _ramp_problems(config: TrainConfig) -> list[str]:
+    """Every size of the batch within the run must be one that the schedule takes."""
+    try:
+        plan = config.batch_plan
+    except ValueError as error:
+        return [str(error)]
+    for phase in plan.phases[:-1]:
+        try:
+            if phase.first_step < config.training.num_steps:
+                counted = replace(config.schedule, num_microbatches=phase.num_microbatches)
+                build_schedule(counted, config.parallel)
+        except ValueError as error:
+            ramp = config.training.batch_ramp
+            return [
+                f"training.batch_ramp.start_num_microbatches={ramp.start_num_microbatches}: with increment="
+                f"{ramp.increment} step {phase.first_step} has {phase.num_microbatches} micro-batches, and "
+                f"schedule={config.schedule.name} does not take them: {error}"
+            ]
+    return []
 
 
 def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
@@ -190,16 +284,26 @@ def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
 
 
 def _tensor_problems(config: TrainConfig) -> list[str]:
-    tensor_parallel_size = config.parallel.tensor_parallel_size
-    divisible = {
-        "model.num_heads": (config.model.num_heads, "attention heads are shared out"),
-        "model.num_kv_heads": (config.model.num_kv_heads, "key/value heads are shared out"),
-        "model.intermediate_size": (config.model.intermediate_size, "the MLP's columns are shared out"),
-    }
+    tensor_parallel_size, model = config.parallel.tensor_parallel_size, config.model
+    divisible = {"model.num_heads": (model.num_heads, "attention heads are shared out")}
+    if not model.uses_mla:
+        divisible["model.num_kv_heads"] = (model.num_kv_heads, "key/value heads are shared out")
+    if not model.is_moe_layer(0):
+        divisible["model.intermediate_size"] = (model.intermediate_size, "the MLP's columns are shared out")
+    if model.moe.num_experts and model.moe.num_shared_experts:
+        divisible["model.moe.expert_intermediate_size"] = (
+            model.expert_intermediate_size,
+            "the columns of shared experts are shared out",
+        )
     if config.parallel.sequence_parallel:
         divisible["data.seq_length"] = (
             config.data.seq_length,
             "sequence parallelism cuts each sample into equal parts",
+        )
+    elif model.moe.num_experts:
+        divisible["data.seq_length"] = (
+            config.data.seq_length,
+            "each sample's tokens are shared out before they go to experts, so that none goes twice",
         )
     problems: list[str] = []
     for name, (value, why) in divisible.items():
@@ -211,10 +315,49 @@ def _tensor_problems(config: TrainConfig) -> list[str]:
                 f"{_largest_divisor(value, tensor_parallel_size)}"
                 + (
                     ", or parallel.sequence_parallel=false"
-                    if name == "data.seq_length" and tensor_parallel_size > 1
+                    if name == "data.seq_length" and tensor_parallel_size > 1 and not model.moe.num_experts
                     else ""
                 )
             )
+    return problems
+
+
+def _balance_problems(config: TrainConfig) -> list[str]:
+    interval_steps, num_nodes = config.balance.interval_steps, config.balance.num_nodes
+    size = config.parallel.expert_parallel_size
+    if interval_steps == 0:
+        return []
+    if size == 1:
+        return [
+            f"balance.interval_steps={interval_steps}: experts move between the ranks of the expert axis, and "
+            "parallel.expert_parallel_size=1; set that to 2 or more, or balance.interval_steps=0"
+        ]
+    if size % num_nodes:
+        return [
+            f"balance.num_nodes={num_nodes}: must divide parallel.expert_parallel_size={size}, whose ranks are shared "
+            f"out to nodes; try balance.num_nodes={_largest_divisor(size, num_nodes)}"
+        ]
+    return []
+
+
+def _expert_problems(config: TrainConfig) -> list[str]:
+    size, num_experts = config.parallel.expert_parallel_size, config.model.moe.num_experts
+    problems: list[str] = []
+    if size > 1 and num_experts == 0:
+        problems.append(
+            f"parallel.expert_parallel_size={size}: the model has no experts to share out "
+            "(model.moe.num_experts=0); set parallel.expert_parallel_size=1, or choose a model that has"
+        )
+    elif num_experts % size:
+        problems.append(
+            f"model.moe.num_experts={num_experts}: must be a multiple of parallel.expert_parallel_size={size}, over "
+            f"which experts are shared out; try parallel.expert_parallel_size={_largest_divisor(num_experts, size)}"
+        )
+    if config.model.mtp.num_modules >= config.data.seq_length:
+        problems.append(
+            f"model.mtp.num_modules={config.model.mtp.num_modules}: predicts so many tokens further, and a sample "
+            f"has data.seq_length={config.data.seq_length}; lower it below that"
+        )
     return problems
 
 

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from framework.config import TrainConfig
-from models.cost import stage_parameters
+from framework.recompute import BYTES_PER_ELEMENT, recompute_plan, recompute_shares
+from models.cost import model_cost, stage_parameters
 from models.partition import partition
+from parallel.pipeline.action import Schedule
+from parallel.pipeline.costs import Costs, at, costs_from
 
-BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2}
 _GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """Whole sizes on one tensor-parallel rank, by stage: parameters as they are gathered, gradients as reduced."""
+    """Whole sizes on one tensor-parallel rank, by stage: parameters as they are gathered, gradients as reduced.
+
+    Without routed experts, which are replicated over other ranks (the axis `expert_data` of a record).
+    """
 
     parameters: tuple[float, ...]
     gradients: tuple[float, ...]
+
+
+def schedule_costs(config: TrainConfig, schedule: Schedule) -> Costs:
+    """The configured costs of `schedule`, with what the run recomputes.
+
+    schedule.costs.recompute stands where it is set, and a profile has measured it; else a stage's is the part of its
+    forward that is run again, by FLOPs.
+    Raises ValueError: where costs, or the model where it is recomputed, do not fit the schedule.
+    """
+    costs = costs_from(config.schedule.costs, schedule.num_stages)
+    is_given = config.schedule.costs.profile is not None or config.schedule.costs.recompute != 0.0
+    if config.recompute.mode == "none" or is_given:
+        return costs
+    vocab_size = config.model.vocab_size or config.tokenizer.vocab_size
+    plan = recompute_plan(config, schedule, vocab_size=vocab_size)
+    shares = recompute_shares(config, schedule.num_stages, plan, vocab_size=vocab_size)
+    again = tuple(share * at(costs.forward, stage) for stage, share in enumerate(shares))
+    return replace(costs, recompute=again)
 
 
 def message_bytes(config: TrainConfig) -> int:
@@ -39,11 +62,16 @@ def stage_bytes(config: TrainConfig, num_stages: int) -> StageBytes | None:
         slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     except ValueError:
         return None
-    counts = [
-        stage_parameters(config.model, len(cut.layers), first=cut.first, last=cut.last, vocab_size=vocab_size)
-        / config.parallel.tensor_parallel_size
-        for cut in slices
-    ]
+    cost = model_cost(config.model, seq_length=config.data.seq_length, vocab_size=vocab_size)
+    experts = [run.routed_experts for run in cost.layers for _ in range(run.count)]
+    counts: list[float] = []
+    for cut in slices:
+        whole = stage_parameters(
+            config.model, cut.layers, first=cut.first, last=cut.last, vocab_size=vocab_size
+        )
+        indices = (*cut.layers, *(range(config.model.num_layers, len(experts)) if cut.last else ()))
+        routed = sum(experts[index] for index in indices)
+        counts.append((whole - routed) / config.parallel.tensor_parallel_size)
     size = BYTES_PER_ELEMENT[config.precision.compute]
     return StageBytes(
         parameters=tuple(count * size for count in counts),

@@ -36,9 +36,9 @@ class LearningRateConfig:
 
 
 def learning_rate(
-    config: LearningRateConfig, step: int, total_steps: int, base_lr: float, data_parallel_size: int
+    config: LearningRateConfig, step: float, total_steps: float, base_lr: float, data_parallel_size: int
 ) -> float:
-    """The learning rate of `step`, counted from 0, of a run of `total_steps`.
+    """The learning rate of `step`, counted from 0, of a run of `total_steps`; a smaller batch is a part of a step.
 
     Warm-up reaches the peak at step `warmup_steps - 1`, decay reaches `min_ratio` at the last step. `cosine`:
     Loshchilov and Hutter, arXiv 1608.03983. `wsd`: Hu et al., arXiv 2404.06395, with a linear decay. Where the
@@ -52,7 +52,7 @@ def learning_rate(
     return peak * min(warmup, _decay(config, done, total_steps))
 
 
-def _decay(config: LearningRateConfig, done: int, total_steps: int) -> float:
+def _decay(config: LearningRateConfig, done: float, total_steps: float) -> float:
     """The factor after warm-up, once `done` steps count: 1 at first, `min_ratio` at the end."""
     if config.name == "cosine":
         length = total_steps - config.warmup_steps

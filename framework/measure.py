@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from framework.build import COMPUTE_DTYPES, Assembly
 from framework.metrics.config import LoggerConfig
 from framework.metrics.hardware import device_name, peak_flops
-from framework.metrics.record import StepRecord
+from framework.metrics.record import MoERecord, StepRecord
 from framework.metrics.timeline import Timeline, build_timeline
 from parallel.collectives import all_gather_into
 from parallel.mesh import ranks_along
@@ -28,7 +30,9 @@ from parallel.pipeline.trace import (
     clock_id,
 )
 
-BYTE_AXES = ("tensor", "data", "pipeline", "world")
+# Tokens that experts exchange; parameters and gradients of experts among the ranks that hold the same ones.
+_EXPERT_AXES = ("expert", "expert_data")
+BYTE_AXES = ("tensor", "data", "pipeline", "world", *_EXPERT_AXES)
 
 
 class RankStep(NamedTuple):
@@ -37,9 +41,11 @@ class RankStep(NamedTuple):
     forward_s to other_s: the account of the step, the categories of parallel.pipeline.trace in their order.
     split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
     start_s, clock_id: when the step began, and on which clock.
+    reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
     """
 
     loss: float
+    further_loss: float
     step_s: float
     pipeline_s: float
     span_s: float
@@ -50,6 +56,7 @@ class RankStep(NamedTuple):
     receive_wait_s: float
     send_wait_s: float
     collective_wait_s: float
+    expert_wait_s: float
     reduce_s: float
     optimizer_s: float
     other_s: float
@@ -64,6 +71,12 @@ class RankStep(NamedTuple):
     data_bytes: float
     pipeline_bytes: float
     world_bytes: float
+    expert_bytes: float
+    expert_data_bytes: float
+    reduction_bytes: float
+    reduction_fp32_bytes: float
+    reduction_squares: float
+    reduction_error_squares: float
 
     @property
     def account(self) -> dict[str, float]:
@@ -77,20 +90,64 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """A step's result before it is a record: the same on every rank, but for `trace`, which is this rank's."""
+    """A step's result before it is a record: the same on every rank, but for `trace`, which is this rank's.
 
+    moe: what the routers did; None: the model has none.
+    """
+
+    step: int
     grad_norm: float
     learning_rate: float
     ranks: tuple[RankStep, ...]
     trace: Trace
+    moe: MoERecord | None = None
 
 
-def measure(assembly: Assembly, loss: float, trace: Trace) -> tuple[RankStep, ...]:
-    """What every rank measured in the step of `trace`; all ranks call this."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredRanks:
+    """What every rank measured, on its way here: fp64 [ranks, fields of RankStep], once `work` is done."""
+
+    everyone: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> tuple[RankStep, ...]:
+        if self.work is not None:
+            self.work.wait()
+        return tuple(RankStep(*values) for values in self.everyone.tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedStep:
+    """A step that this rank has done, before the others are known to have. grad_norm: None, not validated yet."""
+
+    step: int
+    grad_norm: float | None
+    learning_rate: float
+    ranks: GatheredRanks
+    trace: Trace
+    moe: MoERecord | None = None
+
+    def finish(self, grad_norm: float | None = None) -> StepOutcome:
+        """Once every rank has done it. grad_norm: where it was not known yet."""
+        norm = self.grad_norm if grad_norm is None else grad_norm
+        assert norm is not None, "the step is not validated yet"
+        return StepOutcome(
+            step=self.step,
+            grad_norm=norm,
+            learning_rate=self.learning_rate,
+            ranks=self.ranks.wait(),
+            trace=self.trace,
+            moe=self.moe,
+        )
+
+
+def gather_ranks(assembly: Assembly, loss: float, further_loss: float, trace: Trace) -> GatheredRanks:
+    """Start to gather what every rank measured in the step of `trace`; all ranks call this."""
     sent = assembly.axes.meter.sent_bytes()
     inflation = trace.inflation() or Inflation(0.0, 0.0)
     mine = RankStep(
         loss=loss,
+        further_loss=further_loss,
         step_s=trace.step_s,
         pipeline_s=trace.pipeline_s,
         span_s=trace.span_s,
@@ -103,14 +160,35 @@ def measure(assembly: Assembly, loss: float, trace: Trace) -> tuple[RankStep, ..
         peak_held_weight_grad_bytes=trace.peak_held_weight_grad_bytes,
         peak_memory_bytes=_peak_memory_bytes(assembly.device),
         **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
+        **_reductions(assembly),
     )
     vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
-    everyone = torch.empty(assembly.axes.world.size * len(mine), dtype=torch.float64, device=assembly.device)
-    all_gather_into(everyone, vector, assembly.axes.world)
-    return tuple(RankStep(*values) for values in everyone.view(-1, len(mine)).tolist())
+    everyone = torch.empty((assembly.axes.world.size, len(mine)), dtype=torch.float64, device=assembly.device)
+    work = all_gather_into(everyone, vector, assembly.axes.world, async_op=True)
+    return GatheredRanks(everyone=everyone, work=work)
 
 
-def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepRecord:
+def _reductions(assembly: Assembly) -> dict[str, float]:
+    """What the reductions of this rank's units report, added up."""
+    reports = [unit.report for stage in assembly.stages.values() for unit in stage.units]
+    return {
+        "reduction_bytes": sum(each.sent_bytes for each in reports if each),
+        "reduction_fp32_bytes": sum(each.fp32_bytes for each in reports if each),
+        "reduction_squares": sum(float(each.squares) for each in reports if each),
+        "reduction_error_squares": sum(float(each.error_squares) for each in reports if each),
+    }
+
+
+def _compression(ranks: Sequence[RankStep]) -> tuple[float, float]:
+    """How many times fewer bytes the reductions sent, and their error over what they were to say."""
+    sent, fp32, squares, error_squares = (
+        sum(getattr(rank, f"reduction_{name}") for rank in ranks)
+        for name in ("bytes", "fp32_bytes", "squares", "error_squares")
+    )
+    return fp32 / sent if sent else 1.0, math.sqrt(error_squares / squares) if squares else 0.0
+
+
+def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
     """The record of a step from what its ranks measured.
 
     bubble_measured is 1 - busy / (ranks x makespan): busy is time in F, B, I and W; the makespan is the longest
@@ -128,13 +206,17 @@ def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepReco
         [rank.account | {OTHER: rank.other_s + step_s - rank.step_s} for rank in of] for of in by_stage
     ]
     whole_backward_s = sum(rank.whole_backward_s for rank in ranks)
-    num_samples = assembly.train.global_batch_size
+    batch = assembly.train.plan.at(outcome.step)
+    bubble = assembly.expected_bubbles.of(assembly.runtime.schedule_for(batch.num_microbatches))
+    num_samples = batch.num_samples
     num_tokens = num_samples * config.data.seq_length
     flops_per_s = num_tokens * assembly.training_flops_per_token / step_s / len(ranks)
     peak = peak_flops(device_name(assembly.device), COMPUTE_DTYPES[config.precision.compute])
+    compression = (None, None) if config.compression.method == "none" else _compression(ranks)
     return StepRecord(
-        step=step,
+        step=outcome.step,
         loss=sum(rank.loss for rank in ranks),
+        further_loss=sum(rank.further_loss for rank in ranks) if config.model.mtp.num_modules else None,
         grad_norm=outcome.grad_norm,
         learning_rate=outcome.learning_rate,
         step_s=step_s,
@@ -152,15 +234,20 @@ def step_record(assembly: Assembly, step: int, outcome: StepOutcome) -> StepReco
         },
         bubble_measured=1 - mean_busy_s / makespan_s,
         bubble_measured_span=1 - mean_busy_s / max(rank.span_s for rank in ranks),
-        bubble_simulated=assembly.expected_bubble.simulated,
-        bubble_simulated_span=assembly.expected_bubble.simulated_span,
-        bubble_formula=assembly.expected_bubble.formula,
+        bubble_simulated=bubble.simulated,
+        bubble_simulated_span=bubble.simulated_span,
+        bubble_formula=bubble.formula,
         work_inflation=sum(rank.split_backward_s for rank in ranks) / whole_backward_s
         if whole_backward_s
         else None,
         bytes_by_axis={
-            axis: int(sum(getattr(rank, f"{axis}_bytes") for rank in ranks)) for axis in BYTE_AXES
+            axis: int(sum(getattr(rank, f"{axis}_bytes") for rank in ranks))
+            for axis in BYTE_AXES
+            if config.model.moe.num_experts or axis not in _EXPERT_AXES
         },
+        compression_ratio=compression[0],
+        compression_error=compression[1],
+        moe=outcome.moe,
         peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in ranks)),
         peak_live_activations=tuple(
             int(max(rank.peak_live_activations for rank in members)) for members in by_stage
@@ -183,7 +270,7 @@ def timeline_is_due(config: LoggerConfig, step: int, num_steps: int) -> bool:
     return step + 1 == num_steps or (interval is not None and (step + 1) % interval == 0)
 
 
-def gather_timeline(assembly: Assembly, step: int, outcome: StepOutcome) -> Timeline | None:
+def gather_timeline(assembly: Assembly, outcome: StepOutcome) -> Timeline | None:
     """On rank 0 the timeline of the pipeline it is in, None elsewhere; all ranks call this."""
     mesh = assembly.mesh
     if (mesh.coordinate.data, mesh.coordinate.context, mesh.coordinate.tensor) != (0, 0, 0):
@@ -200,7 +287,9 @@ def gather_timeline(assembly: Assembly, step: int, outcome: StepOutcome) -> Time
         [outcome.ranks[rank].start_s for rank in global_ranks],
         [int(outcome.ranks[rank].clock_id) for rank in global_ranks],
     )
-    return build_timeline(step, assembly.schedule, traces, global_ranks, clock)
+    batch = assembly.train.plan.at(outcome.step)
+    schedule = assembly.runtime.schedule_for(batch.num_microbatches)
+    return build_timeline(outcome.step, schedule, traces, global_ranks, clock)
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

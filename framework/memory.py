@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from framework.activations import saved_bytes
 from framework.build import Assembly, build, start_process_group
 from framework.config import TrainConfig
+from framework.recompute import peak_activation_bytes, recompute_plan
 from framework.run import RunContext
 from framework.train import seed_everything, train_step
 from parallel.pipeline.simulate import peak_live
@@ -20,18 +23,24 @@ from parallel.pipeline.simulate import peak_live
 class RankMemory:
     """One rank after a step.
 
-    parameters, gradients, optimizer: bytes that stay between steps. observed: bytes of every tensor that is
-    alive then, to hold the count against. peak_live_activations: micro-batches held at once during the step,
-    and the simulator's figure for it. peak_held_weight_grad_bytes: kept for deferred weight gradients.
+    parameters, gradients, optimizer: bytes that stay between steps. experts: the part of their sum that experts
+    are. observed: bytes of every tensor that is alive then, to hold the count against. peak_live_activations:
+    micro-batches held at once during the step, and the simulator's figure for it. peak_held_weight_grad_bytes:
+    kept for deferred weight gradients. activations, expected_activations: most bytes that autograd kept at once for
+    backwards, and the cost model's figure (see framework/recompute.py); what the backward half of an overlapped pair
+    runs again is not seen by the first.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    experts: int
     observed: int
     peak_live_activations: int
     simulated_peak_activations: int
     peak_held_weight_grad_bytes: int
+    activations: int
+    expected_activations: int
 
     @property
     def persistent(self) -> int:
@@ -55,7 +64,14 @@ def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankM
     seed_everything(config.seed, deterministic=config.deterministic)
     before = live_tensor_bytes(device)
     assembly: Assembly = build(config, run.data, device)
-    outcome = train_step(assembly, 0)
+    with saved_bytes(nn.ModuleList(assembly.modules)) as meter:
+        outcome = train_step(assembly, 0)
+    plan = recompute_plan(
+        config, assembly.schedule, vocab_size=assembly.vocab_size, on_cpu=device.type == "cpu"
+    )
+    expected = peak_activation_bytes(
+        config, assembly.schedule, plan, vocab_size=assembly.vocab_size, on_cpu=device.type == "cpu"
+    )
     held = assembly.optimizer.persistent_bytes()
     mine = outcome.ranks[assembly.mesh.rank]
     simulated, _ = peak_live(assembly.schedule.actions[assembly.mesh.coordinate.pipeline])
@@ -63,12 +79,15 @@ def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankM
         parameters=held.parameters,
         gradients=held.gradients,
         optimizer=held.optimizer,
+        experts=assembly.optimizer.persistent_bytes(experts_only=True).total,
         observed=live_tensor_bytes(device) - before,
         peak_live_activations=int(mine.peak_live_activations),
         simulated_peak_activations=simulated,
         peak_held_weight_grad_bytes=sum(
             stage.weight_grads.peak_held_bytes for stage in assembly.runtime.stages.values()
         ),
+        activations=meter.peak,
+        expected_activations=expected[assembly.mesh.coordinate.pipeline],
     )
 
 

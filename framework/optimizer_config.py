@@ -11,7 +11,12 @@ from framework.lr import LearningRateConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and the global clip norm; max_grad_norm null: no clip."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and the global clip norm; max_grad_norm null: no clip.
+
+    post_validation: a pipeline rank updates its stage before the norm of the others is known and goes on; where it
+        then has to be clipped, the update is undone and done again (Qi et al., arXiv 2401.10241, section 4). The
+        result is the same to the bit; it costs copies of master weights and moments.
+    """
 
     name: Literal["adamw"] = "adamw"
     base_lr: float = 3e-3
@@ -20,6 +25,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
+    post_validation: bool = False
     lr_schedule: LearningRateConfig = field(default_factory=LearningRateConfig)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from framework.build import Assembly, build, start_process_group
 from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.storage import load, save
 from framework.config import TrainConfig
-from framework.lr import learning_rate
 from framework.run import RunContext
-from framework.train import forward_backward, seed_everything
+from framework.train import forward_backward, learning_rate_of, seed_everything
+from models.recompute import RecomputeConfig
 from parallel.collectives import all_reduce
 from parallel.mesh import MeshConfig
 from parallel.pipeline.config import ScheduleConfig
@@ -38,48 +38,81 @@ class Parity:
     of the parameters after it; for each tensor |a - b| / |b| in the Euclidean norm, then the largest tensor's. (Not
     the largest element: Adam divides by the root of a running square, so an element whose gradient is next to
     zero turns rounding into a step of ordinary size.)
-    worst_grad, worst_param: the names of those tensors.
+    worst_grad, worst_param: the names of those tensors. norm_rel: of the norm that gradients are clipped by, over the
+    steps; further_loss_rel: of the loss of MTP modules, None without. different_routing: the first step and layer whose
+    experts had other loads, as `step 3, layer 1`; None where all are equal, or there are no experts.
     """
 
     loss_rel: float
+    further_loss_rel: float | None
+    norm_rel: float
     grad_rel: float
     param_rel: float
     worst_grad: str
     worst_param: str
     num_steps: int
+    num_routed_layers: int
+    different_routing: str | None
 
     @property
     def holds(self) -> bool:
-        """Loss and gradients within `FP32_TOLERANCE`."""
-        return self.loss_rel <= FP32_TOLERANCE and self.grad_rel <= FP32_TOLERANCE
+        """Losses, norms and gradients within `FP32_TOLERANCE`, and every token routed alike."""
+        numbers = (self.loss_rel, self.further_loss_rel or 0.0, self.norm_rel, self.grad_rel)
+        return all(number <= FP32_TOLERANCE for number in numbers) and self.different_routing is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrail:
+    """What a step left behind, over all ranks.
+
+    loads: by layer of experts, each expert's share of the choices, rounded to a millionth: equal shares are equal
+    counts in a global batch of less than 500,000 choices.
+    """
+
+    loss: float
+    further_loss: float
+    norm: float
+    loads: dict[int, tuple[float, ...]]
 
 
 def reference_config(config: TrainConfig) -> TrainConfig:
     """`config` in one process: the same global batches, cut into micro-batches of the same size."""
-    num_microbatches = config.schedule.num_microbatches * config.parallel.data_parallel_size
+    data_parallel_size = config.parallel.data_parallel_size
+    num_microbatches = config.schedule.num_microbatches * data_parallel_size
+    ramp = config.training.batch_ramp
+    if ramp.start_num_microbatches is not None:
+        ramp = replace(
+            ramp,
+            start_num_microbatches=ramp.start_num_microbatches * data_parallel_size,
+            increment=ramp.increment * data_parallel_size,
+        )
     return replace(
         config,
         parallel=MeshConfig(),
         zero=ZeroConfig(),
+        recompute=RecomputeConfig(),
         schedule=ScheduleConfig(name="1f1b", num_microbatches=num_microbatches),
+        training=replace(config.training, batch_ramp=ramp),
     )
 
 
-def train_and_save(config: TrainConfig, run: RunContext, folder: Path, device: torch.device) -> list[float]:
-    """Train `NUM_STEPS` steps and write gradients and parameters to `folder`; the loss of each step.
+def train_and_save(
+    config: TrainConfig, run: RunContext, folder: Path, device: torch.device
+) -> list[StepTrail]:
+    """Train `NUM_STEPS` steps and write gradients and parameters to `folder`; what each step left behind.
 
     torch.distributed is initialised; every rank of the layout calls this.
     """
-    assembly, losses = _train(config, run, device)
+    assembly, trail = _train(config, run, device)
     save(folder, _boxes(assembly), {}, group=assembly.mesh.world)
-    return losses
+    return trail
 
 
 def train_and_compare(
-    config: TrainConfig, run: RunContext, folder: Path, losses: list[float], device: torch.device
+    config: TrainConfig, run: RunContext, folder: Path, trail: list[StepTrail], device: torch.device
 ) -> Parity:
     """Train the reference of `config` in this one process and compare it to what a layout wrote to `folder`."""
-    assembly, own_losses = _train(reference_config(config), run, device)
+    assembly, own_trail = _train(reference_config(config), run, device)
     own = {box.name: box.tensor for box in _boxes(assembly)}
     theirs = [
         TensorBox(
@@ -95,16 +128,33 @@ def train_and_compare(
     worst_grad, grad_rel = _worst("gradient.", own, found)
     worst_param, param_rel = _worst("model.", own, found)
     return Parity(
-        loss_rel=max(abs(a - b) / abs(b) for a, b in zip(losses, own_losses, strict=True)),
+        loss_rel=_largest_relative([each.loss for each in trail], [each.loss for each in own_trail]),
+        further_loss_rel=_largest_relative(
+            [each.further_loss for each in trail], [each.further_loss for each in own_trail]
+        )
+        if config.model.mtp.num_modules
+        else None,
+        norm_rel=_largest_relative([each.norm for each in trail], [each.norm for each in own_trail]),
         grad_rel=grad_rel,
         param_rel=param_rel,
         worst_grad=worst_grad,
         worst_param=worst_param,
         num_steps=NUM_STEPS,
+        num_routed_layers=len(own_trail[0].loads),
+        different_routing=different_routing(trail, own_trail),
     )
 
 
-def run_layout_rank(config: TrainConfig, run: RunContext, local_rank: int, folder: Path) -> list[float]:
+def different_routing(first: Sequence[StepTrail], second: Sequence[StepTrail]) -> str | None:
+    """The first step and layer whose experts had other loads in one than in the other."""
+    for step, (one, other) in enumerate(zip(first, second, strict=True)):
+        for layer in sorted(one.loads.keys() | other.loads.keys()):
+            if one.loads.get(layer) != other.loads.get(layer):
+                return f"step {step}, layer {layer}"
+    return None
+
+
+def run_layout_rank(config: TrainConfig, run: RunContext, local_rank: int, folder: Path) -> list[StepTrail]:
     """Entry of each rank of the layout; the environment describes the process group."""
     device = start_process_group(config, local_rank)
     try:
@@ -114,39 +164,34 @@ def run_layout_rank(config: TrainConfig, run: RunContext, local_rank: int, folde
 
 
 def run_reference_rank(
-    config: TrainConfig, run: RunContext, local_rank: int, folder: Path, losses: list[float]
+    config: TrainConfig, run: RunContext, local_rank: int, folder: Path, trail: list[StepTrail]
 ) -> Parity:
     """Entry of the one reference process."""
     device = start_process_group(config, local_rank)
     try:
-        return train_and_compare(config, run, folder, losses, device)
+        return train_and_compare(config, run, folder, trail, device)
     finally:
         dist.destroy_process_group()
 
 
-def _train(config: TrainConfig, run: RunContext, device: torch.device) -> tuple[Assembly, list[float]]:
+def _train(config: TrainConfig, run: RunContext, device: torch.device) -> tuple[Assembly, list[StepTrail]]:
     """The assembly after `NUM_STEPS` steps, the last step's gradients still unclipped in its fragments."""
     seed_everything(config.seed, deterministic=config.deterministic)
     assembly = build(config, run.data, device)
-    losses: list[float] = []
+    trail: list[StepTrail] = []
     gradients: list[Tensor] = []
     for step in range(NUM_STEPS):
-        part = forward_backward(assembly, step, Recorder(device))
-        loss = torch.tensor(part, dtype=torch.float64, device=device)
-        all_reduce(loss, assembly.axes.world)
-        losses.append(float(loss))
-        rate = learning_rate(
-            config.optimizer.lr_schedule,
-            step,
-            NUM_STEPS,
-            config.optimizer.base_lr,
-            config.parallel.data_parallel_size,
-        )
+        batch = forward_backward(assembly, step, Recorder(device))
+        losses = torch.tensor([batch.loss, batch.further_loss], dtype=torch.float64, device=device)
+        all_reduce(losses, assembly.axes.world)
+        rate = learning_rate_of(config, step, NUM_STEPS)
         gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
-        assembly.optimizer.step(rate)
+        norm = assembly.optimizer.step(rate)
+        loads = {} if batch.moe is None else {layer.layer: layer.load for layer in batch.moe.layers}
+        trail.append(StepTrail(loss=float(losses[0]), further_loss=float(losses[1]), norm=norm, loads=loads))
     for owned, gradient in zip(assembly.optimizer.owned, gradients, strict=True):
         owned.fragment.grad.copy_(gradient)
-    return assembly, losses
+    return assembly, trail
 
 
 def _boxes(assembly: Assembly) -> list[TensorBox]:
@@ -169,6 +214,15 @@ def _worst(prefix: str, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor])
     return name.removeprefix(prefix), differences[name]
 
 
+def _largest_relative(values: Sequence[float], references: Sequence[float]) -> float:
+    return max(
+        relative_difference(
+            torch.tensor(value, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64)
+        )
+        for value, reference in zip(values, references, strict=True)
+    )
+
+
 def relative_difference(value: Tensor, reference: Tensor) -> float:
     """|value - reference| / |reference| in the Euclidean norm; the plain difference where the reference is zero."""
     scale = float(torch.linalg.vector_norm(reference, dtype=torch.float64))
@@ -180,11 +234,16 @@ def to_mapping(parity: Parity) -> dict[str, Any]:
     """Plain values, as printed by `counterflow parity --json`."""
     return {
         "loss_rel": parity.loss_rel,
+        "further_loss_rel": parity.further_loss_rel,
+        "norm_rel": parity.norm_rel,
         "grad_rel": parity.grad_rel,
         "param_rel": parity.param_rel,
         "worst_grad": parity.worst_grad,
         "worst_param": parity.worst_param,
         "num_steps": parity.num_steps,
+        "num_routed_layers": parity.num_routed_layers,
+        "routing_equal": parity.different_routing is None,
+        "different_routing": parity.different_routing,
         "tolerance": FP32_TOLERANCE,
         "holds": parity.holds,
     }

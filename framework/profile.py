@@ -1,7 +1,8 @@
 """Measure what a pipeline's stages cost on this machine: F, I, W and B of each, and the link between two ranks.
 
 Stages of the same layers cost the same, so each shape is built and timed once, all of them in turn, round by round:
-a disturbance of the machine then hits all alike, and the median leaves it out.
+a disturbance of the machine then hits all alike, and the median leaves it out. Experts are all here: a rank that
+holds a part of them computes as much, for the tokens of others; what the exchange costs is not in the profile.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from framework.build import COMPUTE_DTYPES, start_process_group
-from framework.config import TrainConfig
+from framework.config import TrainConfig, build_schedule
 from framework.metrics.hardware import device_name
+from framework.recompute import recompute_plan
 from framework.train import seed_everything
 from models.partition import StageSlice, partition
+from models.recompute import NOTHING, Parts, Plan
 from models.transformer import TransformerStage
 from parallel.collectives import Axis
 from parallel.loss import vocab_parallel_cross_entropy
@@ -28,6 +31,9 @@ from parallel.pipeline.cost_profile import CostProfile, Link, StageCost
 from parallel.pipeline.stage import Stage
 from parallel.zero import ShardedStage
 from parallel.zero_config import ZeroConfig
+
+# Whether each of its layers has experts and what it recomputes, and whether it is the first and the last stage.
+StageShape = tuple[tuple[tuple[bool, Parts], ...], bool, bool]
 
 _WARM_UP = 2
 _ROUNDS = (7, 40)  # at least, at most
@@ -57,13 +63,23 @@ def measure(
     tensor_size, rank = config.parallel.tensor_parallel_size, dist.get_rank()
     group = cast(dist.ProcessGroup, dist.new_group(list(range(tensor_size)))) if tensor_size > 1 else None
     slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
-    shapes = [(len(cut.layers), cut.first, cut.last) for cut in slices]
-    probes: dict[tuple[int, bool, bool], _Probe] = {}
+    # I and B are measured with what they run again.
+    schedule = build_schedule(config.schedule, config.parallel)
+    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+    shapes: list[StageShape] = [
+        (
+            tuple((config.model.is_moe_layer(index), plan.get(index, NOTHING)) for index in cut.layers),
+            cut.first,
+            cut.last,
+        )
+        for cut in slices
+    ]
+    probes: dict[StageShape, _Probe] = {}
     if rank < tensor_size:
         tensor = Axis(group=group)
         for shape, cut in zip(shapes, slices, strict=True):
             if shape not in probes:
-                probes[shape] = _Probe(config, cut, tensor, vocab_size, device)
+                probes[shape] = _Probe(config, cut, tensor, vocab_size, device, plan)
     costs = _stage_costs(probes, rank, device)
     sizes = [probes[shape].output_bytes for shape in shapes[:-1]] if probes else []
     link = _measure_link(max(sizes, default=0), rank, device)
@@ -81,7 +97,13 @@ class _Probe:
     """One stage with a micro-batch to run it on."""
 
     def __init__(
-        self, config: TrainConfig, cut: StageSlice, tensor: Axis, vocab_size: int, device: torch.device
+        self,
+        config: TrainConfig,
+        cut: StageSlice,
+        tensor: Axis,
+        vocab_size: int,
+        device: torch.device,
+        plan: Plan,
     ) -> None:
         dtype = COMPUTE_DTYPES[config.precision.compute]
         module = TransformerStage(
@@ -92,11 +114,20 @@ class _Probe:
             tensor=tensor,
             sequence_parallel=config.parallel.sequence_parallel,
             vocab_size=vocab_size,
+            recomputed=plan,
             dtype=dtype,
         )
         parameters = ShardedStage(
-            module, ZeroConfig(), replica=Axis(), tensor=tensor, dtype=dtype, device=device, seed=config.seed
+            module,
+            ZeroConfig(),
+            replica=Axis(),
+            tensor=tensor,
+            expert_replica=Axis(),
+            dtype=dtype,
+            device=device,
+            seed=config.seed,
         )
+        self._module = module
         # The number decides whether an input gradient is computed: the first stage computes none.
         self._stage = Stage(0 if cut.first else 1, module, parameters)
         self.parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
@@ -123,10 +154,14 @@ class _Probe:
     def _forward(self, microbatch: int) -> None:
         outputs = self._stage.forward(microbatch, (self._input,))
         if self._is_last:
-            losses = vocab_parallel_cross_entropy(
-                outputs[0], self._target, self._tensor, vocab_size=self._vocab_size
-            )
-            self._stage.set_loss(microbatch, losses.sum() / self._target.numel())
+            predictions = [(outputs[0], self._target)]
+            if len(outputs) > 1:
+                predictions += self._module.further_predictions(outputs[1], self._target)
+            losses = [
+                vocab_parallel_cross_entropy(logits, target, self._tensor, vocab_size=self._vocab_size).sum()
+                for logits, target in predictions
+            ]
+            self._stage.set_loss(microbatch, torch.stack(losses).sum() / self._target.numel())
 
     def _timed(self, name: str, action: Callable[[], object]) -> None:
         _synchronize(self._device)
@@ -147,8 +182,8 @@ class _Probe:
 
 
 def _stage_costs(
-    probes: dict[tuple[int, bool, bool], _Probe], rank: int, device: torch.device
-) -> dict[tuple[int, bool, bool], StageCost]:
+    probes: dict[StageShape, _Probe], rank: int, device: torch.device
+) -> dict[StageShape, StageCost]:
     """Median times of every shape; all ranks agree on the number of rounds."""
     start = time.perf_counter()
     for _ in range(_WARM_UP):

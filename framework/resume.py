@@ -47,6 +47,21 @@ def resume_problems(
         )
         if metadata[key] != mine
     ]
+    num_steps, num_samples = metadata["num_steps"], metadata["num_samples"]
+    expected = config.batch_plan.samples_before(num_steps)
+    if metadata["global_batch_size"] == config.global_batch_size and num_samples != expected:
+        problems.append(
+            f"checkpoint.resume={config.checkpoint.resume}: its {num_steps} steps read {num_samples} samples and this "
+            f"run's would have read {expected}, so samples would be repeated or left out; keep training.batch_ramp as "
+            "it was"
+        )
+    num_experts, saved_experts = config.model.moe.num_experts, metadata.get("num_experts", 0)
+    if num_experts != saved_experts:
+        problems.append(
+            f"model.moe.num_experts={num_experts}: {folder} is of a model with {saved_experts} experts a layer, and "
+            f"its weights are for that number; set model.moe.num_experts={saved_experts} (any "
+            "parallel.expert_parallel_size goes on from it)"
+        )
     if metadata["num_steps"] >= config.training.num_steps:
         problems.append(
             f"training.num_steps={config.training.num_steps}: {folder} has done {metadata['num_steps']} steps already; "

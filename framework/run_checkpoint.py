@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,18 +13,29 @@ from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
 from framework.checkpoint.rng import rng_state, set_rng_state
 from framework.checkpoint.storage import load, read_rank_state, save
+from framework.config import TrainConfig, to_mapping
 from framework.errors import ConfigError
+from framework.moe import routing_state
 from framework.resume import checkpoint_to_resume, checkpoints_of, resume_problems
 from framework.run import RunContext
 
 logger = logging.getLogger(__name__)
+_COMPRESSION = "compression."
 
 
 def state_boxes(assembly: Assembly) -> Iterator[TensorBox]:
     """Masters and optimizer state of this rank under their global names.
 
-    `model.<parameter>` and `optimizer.<state>.<parameter>`; both copies of a tied parameter have one name.
+    `model.<parameter>` and `optimizer.<state>.<parameter>`; both copies of a tied parameter have one name. What
+    routers keep between steps is `routing.<layer and value>`, the same on every rank that has the layer.
     """
+    for name, tensor in routing_state(assembly.modules).items():
+        yield TensorBox(
+            name=f"routing.{name}",
+            global_shape=tuple(tensor.shape),
+            offsets=(0,) * tensor.dim(),
+            tensor=tensor,
+        )
     for owned in assembly.optimizer.owned:
         fragment = owned.fragment
         slot = fragment.slot
@@ -35,30 +46,84 @@ def state_boxes(assembly: Assembly) -> Iterator[TensorBox]:
             yield from shard_boxes(key, tensor, fragment.start, slot.shape, slot.placement)
 
 
+def compression_boxes(assembly: Assembly) -> Iterator[TensorBox]:
+    """What compressed reductions keep on this rank: `compression.rank_<r>.stage_<s>.unit_<u>.<name>`, whole."""
+    for index, stage in assembly.stages.items():
+        for number, unit in enumerate(stage.units):
+            for name, tensor in unit.reduction.state().items():
+                yield TensorBox(
+                    name=f"{_COMPRESSION}rank_{assembly.mesh.rank}.stage_{index}.unit_{number}.{name}",
+                    global_shape=tuple(tensor.shape),
+                    offsets=(0,) * tensor.dim(),
+                    tensor=tensor,
+                )
+
+
+def compression_layout(config: TrainConfig) -> dict[str, Any]:
+    """What has to be the same for the state of compressed reductions to mean the same: plain values by name."""
+    compression, mesh = config.compression, to_mapping(config.parallel)
+    return {
+        "compression.method": compression.method,
+        "compression.error_feedback": compression.error_feedback,
+        "compression.rank": compression.rank,
+        "zero.stage": config.zero.stage,
+        "schedule.name": config.schedule.name,
+        **{f"parallel.{name}": value for name, value in mesh.items()},
+    }
+
+
 def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
     """Write the checkpoint after `num_steps` steps and prune older ones."""
+    assert not assembly.optimizer.is_ahead, "the parameters are not validated yet"
     folder = step_folder(checkpoints_of(run.run_dir), num_steps)
     metadata: dict[str, Any] = {
         "num_steps": num_steps,
-        "num_samples": num_steps * assembly.train.global_batch_size,
-        "global_batch_size": assembly.train.global_batch_size,
+        "num_samples": assembly.train.plan.samples_before(num_steps),
+        "global_batch_size": assembly.config.global_batch_size,
         "seed": assembly.config.seed,
+        "num_experts": assembly.config.model.moe.num_experts,
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
-    save(folder, list(state_boxes(assembly)), metadata, group=assembly.mesh.world, rank_state=rng_state())
+    boxes = list(state_boxes(assembly))
+    if assembly.config.compression.method != "none":
+        metadata["compression"] = compression_layout(assembly.config)
+        boxes += compression_boxes(assembly)
+    if assembly.balancer is not None:
+        metadata["balance"] = assembly.balancer.state()
+    save(folder, boxes, metadata, group=assembly.mesh.world, rank_state=rng_state())
     if assembly.mesh.rank == 0:
         prune(folder.parent, assembly.config.checkpoint.keep)
     dist.barrier(group=assembly.mesh.world)
 
 
+def is_due(config: TrainConfig, num_steps: int) -> bool:
+    """Whether the interval or the end of the run says to save after `num_steps` steps."""
+    interval = config.checkpoint.interval_steps
+    is_last = num_steps == config.training.num_steps
+    return config.checkpoint.enabled and (is_last or (interval > 0 and num_steps % interval == 0))
+
+
 def save_if_due(assembly: Assembly, run: RunContext, num_steps: int) -> None:
-    """Save after `num_steps` steps where the interval or the end of the run says so."""
-    config = assembly.config.checkpoint
-    is_due = config.interval_steps > 0 and num_steps % config.interval_steps == 0
-    is_last = num_steps == assembly.config.training.num_steps
-    if config.enabled and (is_due or is_last):
+    """Save after `num_steps` steps where it is due."""
+    if is_due(assembly.config, num_steps):
         save_state(assembly, run, num_steps)
+
+
+def goes_on_compressed(config: TrainConfig, saved: Mapping[str, Any]) -> bool:
+    """Whether what compressed reductions kept is to be loaded; else they start anew, and the log says why."""
+    if config.compression.method == "none":
+        return False
+    before, now = saved.get("compression", {}), compression_layout(config)
+    changed = [
+        f"{name}={value} ({before.get(name)})" for name, value in now.items() if before.get(name) != value
+    ]
+    if changed:
+        logger.warning(
+            "compressed reductions start anew: what they had left out was kept for another layout; changed: %s",
+            ", ".join(changed) if before else "gradients were not compressed",
+        )
+    return not changed
 
 
 def resume(assembly: Assembly, run: RunContext) -> int:
@@ -71,16 +136,26 @@ def resume(assembly: Assembly, run: RunContext) -> int:
     if source is None:
         return 0
     folder = checkpoint_to_resume(source)
-    problems = resume_problems(assembly.config, folder, read_metadata(folder), run.data.content_hash)
+    saved = read_metadata(folder)
+    problems = resume_problems(assembly.config, folder, saved, run.data.content_hash)
     if problems:
         raise ConfigError(problems)
+    if assembly.balancer is not None and "balance" in saved:
+        # Before anything is loaded: what goes into a slot depends on whose it is.
+        assembly.balancer.restore(saved["balance"], assembly)
+    boxes = list(state_boxes(assembly))
+    if goes_on_compressed(assembly.config, saved):
+        boxes += compression_boxes(assembly)
     metadata = load(
         folder,
-        list(state_boxes(assembly)),
+        boxes,
         group=assembly.mesh.world,
         verify_checksums=assembly.config.checkpoint.verify_checksums,
+        optional=(_COMPRESSION,),
     )
     assembly.optimizer.restore(metadata["num_steps"])
+    for unit in (unit for stage in assembly.stages.values() for unit in stage.units):
+        unit.reduction.num_steps = metadata["num_steps"]
     state = read_rank_state(folder, assembly.mesh.rank, assembly.axes.world.size)
     if state is None:
         logger.warning(

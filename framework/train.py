@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,83 +18,202 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import deterministic as deterministic_kernels
 
-from framework import run_checkpoint
+from framework import moe, rebalance, run_checkpoint
 from framework.build import Assembly, build, start_process_group
-from framework.config import TrainConfig, to_mapping
+from framework.config import TrainConfig, TrainingConfig, to_mapping
 from framework.lr import learning_rate
-from framework.measure import StepOutcome, gather_timeline, measure, step_record, timeline_is_due
+from framework.measure import (
+    StepOutcome,
+    UnfinishedStep,
+    gather_ranks,
+    gather_timeline,
+    step_record,
+    timeline_is_due,
+)
 from framework.metrics.console import ConsoleSink
 from framework.metrics.plot import plot_loss
-from framework.metrics.record import Bubbles, RunSummary, StepRecord
+from framework.metrics.record import Bubbles, MoERecord, RunSummary, StepRecord
 from framework.metrics.sinks import Sink, Status, log_picture, open_sinks, wandb_dir
 from framework.metrics.timeline import Timeline
 from framework.metrics.timeline_render import write_files
 from framework.run import RunContext
+from models.transformer import TransformerStage
 from parallel.collectives import all_reduce
 from parallel.loss import vocab_parallel_cross_entropy
 from parallel.pipeline.trace import Activity, Recorder
 from parallel.zero import add_tied_gradients
 
 
-def token_loss(assembly: Assembly, num_valid_tokens: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss function of one micro-batch: the sum over its tokens, over the valid tokens of the global batch."""
+class TokenLoss:
+    """The loss function of one micro-batch: the sum over its tokens, over the valid tokens of the global batch.
 
-    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    That of further predictions (MTP) is added to the gradient alone, weighted, so that losses of models with and
+    without it compare; further_loss: fp64, its sum so far, not weighted. Where no gradient is wanted it is not
+    computed. It divides by the same number of tokens, though the last of a sequence have no further one to predict
+    (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25).
+    """
+
+    def __init__(self, assembly: Assembly, num_valid_tokens: int) -> None:
+        self._assembly, self._num_valid_tokens = assembly, num_valid_tokens
+        self.further_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
+
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        logits, hidden = output if isinstance(output, tuple) else (output, None)
+        loss = self._loss(logits, targets)
+        if hidden is None or not torch.is_grad_enabled():
+            return loss
+        config, runtime = self._assembly.config.model.mtp, self._assembly.runtime
+        stage = runtime.stages[runtime.schedule.num_stages - 1].module
+        assert isinstance(stage, TransformerStage)
+        predictions = stage.further_predictions(hidden, targets)
+        further = torch.stack([self._loss(*each) for each in predictions]).mean()
+        self.further_loss += further.detach()
+        return loss + config.loss_weight * (further - further.detach())
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses = vocab_parallel_cross_entropy(
-            logits, targets, assembly.axes.tensor, vocab_size=assembly.vocab_size
+            logits, targets, self._assembly.axes.tensor, vocab_size=self._assembly.vocab_size
         )
-        return losses.sum() / num_valid_tokens
-
-    return loss_fn
+        return losses.sum() / self._num_valid_tokens
 
 
-def forward_backward(assembly: Assembly, step: int, recorder: Recorder) -> float:
-    """Forward and backward of the global batch of `step`: this rank's part of the loss.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """A global batch after its backward.
+
+    loss, further_loss: this rank's part of the loss and of that of further predictions (see `TokenLoss`).
+    moe: what the routers of the whole model did, the same on every rank; None: it has none.
+    """
+
+    loss: float
+    further_loss: float
+    moe: MoERecord | None
+
+
+def forward_backward(
+    assembly: Assembly, step: int, recorder: Recorder, validate: Callable[[], bool] | None = None
+) -> BatchOutcome:
+    """Forward and backward of the global batch of `step`.
 
     Afterwards the gradients of every fragment are complete: summed over micro-batches, replicas, the tensor
-    axis where partial, and both ends of a tie.
+    axis where partial, and both ends of a tie; routers have counted and moved their biases.
+    validate: of the step before (see `Runtime.step`).
     """
     batch = assembly.train.batch(step)
-    device = assembly.device
+    device, has_experts = assembly.device, assembly.config.model.moe.num_experts > 0
+    loss_fn = TokenLoss(assembly, batch.num_valid_tokens)
+
+    def count_anew() -> None:
+        loss_fn.further_loss.zero_()
+        if has_experts:
+            moe.begin_step(assembly.modules, batch.num_valid_tokens)
+
+    def validate_and_count() -> bool:
+        assert validate is not None
+        is_redone = validate()
+        if is_redone:  # and so are the forwards that were counted
+            count_anew()
+        return is_redone
+
+    count_anew()
     result = assembly.runtime.step(
         [tokens.to(device) for tokens in batch.tokens],
         [targets.to(device) for targets in batch.targets],
-        token_loss(assembly, batch.num_valid_tokens),
+        loss_fn,
+        num_microbatches=batch.num_microbatches,
         loss_reduction="sum",
         share_losses=False,
         recorder=recorder,
+        validate=None if validate is None else validate_and_count,
     )
     with recorder.record(Activity.REDUCE):
         add_tied_gradients(assembly.stages.values(), assembly.axes.ends)
+    routing: MoERecord | None = None
+    if has_experts:
+        with recorder.record(Activity.COLLECTIVE_WAIT):
+            routing = moe.finish_step(
+                assembly.modules,
+                assembly.config.model,
+                world=assembly.axes.world,
+                expert_parallel_size=assembly.axes.expert.size,
+                device=device,
+            )
     # Tensor-parallel ranks all compute the loss; it is counted once.
-    return float(result.losses.sum()) if assembly.axes.tensor.rank == 0 else 0.0
+    is_counted = assembly.axes.tensor.rank == 0
+    return BatchOutcome(
+        loss=float(result.losses.sum()) if is_counted else 0.0,
+        further_loss=float(loss_fn.further_loss) if is_counted else 0.0,
+        moe=routing,
+    )
+
+
+def learning_rate_of(config: TrainConfig, step: int, num_steps: int) -> float:
+    """The learning rate of `step` in a run of `num_steps`.
+
+    It goes by samples, in batches of the full size: while the batch grows, warm-up and decay are the slower.
+    """
+    return learning_rate(
+        config.optimizer.lr_schedule,
+        config.batch_plan.batches_before(step + 1) - 1,
+        config.batch_plan.batches_before(num_steps),
+        config.optimizer.base_lr,
+        config.parallel.data_parallel_size,
+    )
+
+
+def begin_step(
+    assembly: Assembly, step: int, *, may_step_ahead: bool = False
+) -> tuple[UnfinishedStep, float | None]:
+    """One step over the global batch of `step`, up to where other ranks have to be waited for.
+
+    Validates the step before where that was made ahead: its norm is returned as well.
+    may_step_ahead: let the optimizer step without the norm where it can; else the norm is waited for.
+    """
+    config, optimizer = assembly.config, assembly.optimizer
+    recorder = Recorder(assembly.device)
+    assembly.axes.meter.reset()
+    earlier: list[float] = []
+
+    def validate() -> bool:
+        validation = optimizer.validate(recorder)
+        earlier.append(validation.norm)
+        return validation.is_redone
+
+    if optimizer.is_ahead:
+        batch = forward_backward(assembly, step, recorder, validate)
+    else:
+        # The ranks start together: what one logs or draws between steps is part of the step, not of its bubble.
+        dist.barrier(group=assembly.mesh.world)
+        batch = forward_backward(assembly, step, recorder)
+    rate = learning_rate_of(config, step, config.training.num_steps)
+    norm: float | None = None
+    with recorder.record(Activity.OPTIMIZER):
+        if may_step_ahead and optimizer.can_step_ahead:
+            optimizer.step_ahead(rate)
+        else:
+            norm = optimizer.step(rate, recorder)
+    recorder.stop()
+    trace = recorder.trace()
+    unfinished = UnfinishedStep(
+        step=step,
+        grad_norm=norm,
+        learning_rate=rate,
+        ranks=gather_ranks(assembly, batch.loss, batch.further_loss, trace),
+        trace=trace,
+        moe=batch.moe,
+    )
+    return unfinished, earlier[0] if earlier else None
 
 
 def train_step(assembly: Assembly, step: int) -> StepOutcome:
     """One optimizer step over the global batch of `step`."""
-    config = assembly.config
-    recorder = Recorder(assembly.device)
-    assembly.axes.meter.reset()
-    # The ranks start together: what one of them logs or draws between steps is part of the step, not of its bubble.
-    dist.barrier(group=assembly.mesh.world)
-    loss = forward_backward(assembly, step, recorder)
-    rate = learning_rate(
-        config.optimizer.lr_schedule,
-        step,
-        config.training.num_steps,
-        config.optimizer.base_lr,
-        config.parallel.data_parallel_size,
-    )
-    with recorder.record(Activity.OPTIMIZER):
-        grad_norm = assembly.optimizer.step(rate, recorder)
-    recorder.stop()
-    trace = recorder.trace()
-    ranks = measure(assembly, loss, trace)
-    return StepOutcome(grad_norm=grad_norm, learning_rate=rate, ranks=ranks, trace=trace)
+    unfinished, _ = begin_step(assembly, step)
+    return unfinished.finish()
 
 
 def evaluate(assembly: Assembly) -> float | None:
     """The validation loss per token over the held-out batches; None where nothing is held out."""
+    assert not assembly.optimizer.is_ahead, "the parameters are not validated yet"
     if assembly.validation is None or assembly.num_validation_batches == 0:
         return None
     total = torch.zeros((), dtype=torch.float64, device=assembly.device)
@@ -103,7 +222,7 @@ def evaluate(assembly: Assembly) -> float | None:
         result = assembly.runtime.evaluate(
             [tokens.to(assembly.device) for tokens in batch.tokens],
             [targets.to(assembly.device) for targets in batch.targets],
-            token_loss(assembly, batch.num_valid_tokens),
+            TokenLoss(assembly, batch.num_valid_tokens),
             share_losses=False,
         )
         if assembly.axes.tensor.rank == 0:
@@ -115,23 +234,57 @@ def evaluate(assembly: Assembly) -> float | None:
 def train(
     assembly: Assembly, first_step: int, take_timeline: Callable[[Timeline], None] | None = None
 ) -> Iterator[StepRecord]:
-    """Train from `first_step` to the end of the config, yielding a record after each step.
+    """Train from `first_step` to the end of the config, yielding a record of each step.
 
+    The record of a step that was made ahead comes after the next step, which validates it; a step after which
+    anything is saved, evaluated, moved or drawn is not made ahead.
     take_timeline: called on rank 0 with the timeline of each step for which one is due.
     """
     config, training = assembly.config, assembly.config.training
+    unfinished: UnfinishedStep | None = None
     for step in range(first_step, training.num_steps):
-        outcome = train_step(assembly, step)
-        record = step_record(assembly, step, outcome)
+        begun, norm = begin_step(assembly, step, may_step_ahead=not is_looked_at_after(config, step))
+        if unfinished is not None:
+            yield _observed(assembly, step_record(assembly, unfinished.finish(norm)))
+        unfinished = begun
+        if assembly.optimizer.is_ahead:
+            continue
+        outcome, unfinished = begun.finish(), None
+        record = _observed(assembly, step_record(assembly, outcome))
         if timeline_is_due(config.logger, step, training.num_steps):
-            timeline = gather_timeline(assembly, step, outcome)
+            timeline = gather_timeline(assembly, outcome)
             if timeline is not None and take_timeline is not None:
                 take_timeline(timeline)
-        done = step + 1
-        interval = training.eval_interval_steps
-        if done == training.num_steps or (interval and done % interval == 0):
+        if evaluation_is_due(training, step):
             record = replace(record, validation_loss=evaluate(assembly))
+        if rebalance.is_due(config, step):
+            assert assembly.balancer is not None
+            assert record.balance is not None
+            record = replace(record, balance=assembly.balancer.rebalance(assembly, record.balance))
         yield record
+
+
+def _observed(assembly: Assembly, record: StepRecord) -> StepRecord:
+    """`record` with how evenly experts were placed, where they may move."""
+    if assembly.balancer is None or record.moe is None:
+        return record
+    return replace(record, balance=assembly.balancer.observe(record.moe))
+
+
+def evaluation_is_due(training: TrainingConfig, step: int) -> bool:
+    """Whether the validation loss is measured after `step`, counted from 0."""
+    done, interval = step + 1, training.eval_interval_steps
+    return done == training.num_steps or (interval > 0 and done % interval == 0)
+
+
+def is_looked_at_after(config: TrainConfig, step: int) -> bool:
+    """Whether parameters or ranks are looked at between `step` and the next: then it is not made ahead."""
+    return (
+        evaluation_is_due(config.training, step)
+        or run_checkpoint.is_due(config, step + 1)
+        or timeline_is_due(config.logger, step, config.training.num_steps)
+        or rebalance.is_due(config, step)
+    )
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:

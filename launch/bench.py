@@ -13,14 +13,27 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from framework.bench.config import ScheduleBenchConfig
+from framework.bench.config import (
+    CompressionBenchConfig,
+    OptimizerBenchConfig,
+    OverlapBenchConfig,
+    P2PBenchConfig,
+    ScheduleBenchConfig,
+)
 from framework.config import from_mapping
 
 if TYPE_CHECKING:
     from framework.bench.compute import ComputeRow
     from framework.bench.schedules import Case, Row
 
-BENCHES = ("schedules",)
+_CONFIGS: dict[str, type[Any]] = {
+    "schedules": ScheduleBenchConfig,
+    "p2p": P2PBenchConfig,
+    "optimizer": OptimizerBenchConfig,
+    "overlap": OverlapBenchConfig,
+    "compression": CompressionBenchConfig,
+}
+BENCHES = tuple(_CONFIGS)
 _COMPUTE_RANKS, _COMPUTE_MICROBATCHES = 2, 8
 _COMPUTE_SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipe_v", "dualpipe")
 
@@ -33,13 +46,14 @@ def run(words: Sequence[str], out: Path | None, *, console: Console) -> dict[str
     if not words or words[0] not in BENCHES:
         problem = f"{words[0]}: no such bench" if words else "bench takes the name of one"
         raise ValueError(f"{problem}; choose one of {', '.join(BENCHES)}, as in counterflow bench schedules")
-    config = from_mapping(ScheduleBenchConfig, _values(words[1:]))
+    values = values_of(words[1:])
+    config = from_mapping(_CONFIGS[words[0]], values)
     folder = out or Path("runs") / f"bench-{words[0]}-{datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         "bench": words[0],
         "run_dir": str(folder),
-        **_bench_schedules(config, folder, console),
+        **_measure(config, folder, console),
     }
     rows = folder / "rows.json"
     rows.write_text(json.dumps(result, indent=1) + "\n")
@@ -47,7 +61,27 @@ def run(words: Sequence[str], out: Path | None, *, console: Console) -> dict[str
     return result
 
 
-def _values(words: Sequence[str]) -> dict[str, Any]:
+def _measure(config: Any, folder: Path, console: Console) -> dict[str, Any]:
+    if isinstance(config, P2PBenchConfig):
+        from launch.bench_p2p import bench_p2p
+
+        return bench_p2p(config, folder, console)
+    if isinstance(config, OptimizerBenchConfig):
+        from launch.bench_optimizer import bench_optimizer
+
+        return bench_optimizer(config, folder, console)
+    if isinstance(config, OverlapBenchConfig):
+        from launch.bench_overlap import bench_overlap
+
+        return bench_overlap(config, folder, console)
+    if isinstance(config, CompressionBenchConfig):
+        from launch.bench_compression import bench_compression
+
+        return bench_compression(config, folder, console)
+    return _bench_schedules(config, folder, console)
+
+
+def values_of(words: Sequence[str]) -> dict[str, Any]:
     """KEY=VALUE in Hydra's grammar, as for a run."""
     from omegaconf import OmegaConf
 

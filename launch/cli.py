@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _VALUE_OPTIONS = ("--out", "--cfg", "--config-dir", "--step")
-_OPTIONS = (*_VALUE_OPTIONS, "--json", "--traceback", "--multirun", "--help", "--version")
+_OPTIONS = (*_VALUE_OPTIONS, "--json", "--traceback", "--multirun", "--model-only", "--help", "--version")
 
 
-# Options of the others, by command: these two do not take the config of a run.
+# Options of the others, by command: the first three do not take the config of a run.
 _FOREIGN = {
-    "timeline": ("--out", "--cfg", "--multirun", "--config-dir"),
-    "bench": ("--cfg", "--multirun", "--config-dir", "--step"),
+    "timeline": ("--out", "--cfg", "--multirun", "--config-dir", "--model-only"),
+    "bench": ("--cfg", "--multirun", "--config-dir", "--step", "--model-only"),
+    "balance": ("--cfg", "--multirun", "--config-dir", "--step", "--model-only"),
+    "plan": ("--out", "--step"),
 }
+_FOREIGN_TO_MOST = ("--step", "--model-only")
 
 
 class UsageError(ValueError):
@@ -51,6 +54,7 @@ class Arguments:
     out: Path | None = None
     print_config: bool = False
     multirun: bool = False
+    model_only: bool = False
     config_dir: Path | None = None
     step: int | None = None
     help: bool = False
@@ -102,7 +106,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             f"{command}: no such command{_near(command, COMMANDS)}; the commands are {', '.join(COMMANDS)}"
         )
     if command is not None:
-        for name in _FOREIGN.get(command, ("--step",)):
+        for name in _FOREIGN.get(command, _FOREIGN_TO_MOST):
             if name in values:
                 raise UsageError(
                     f"{name}: no option of {command}; `counterflow {command} --help` shows its own"
@@ -115,6 +119,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         out=Path(values["--out"]) if "--out" in values else None,
         print_config="--cfg" in values,
         multirun="--multirun" in values,
+        model_only="--model-only" in values,
         config_dir=Path(values["--config-dir"]) if "--config-dir" in values else None,
         step=int(step) if "--step" in values else None,
         help="--help" in values,
@@ -167,6 +172,8 @@ def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
         return EXIT_OK, _timeline(arguments)
     if arguments.command == "bench":
         return EXIT_OK, _bench(arguments)
+    if arguments.command == "balance":
+        return EXIT_OK, _balance(arguments)
     from launch.compose import compose_config, compose_mapping, expand_sweep, find_choices, to_yaml
 
     assert arguments.command is not None
@@ -218,7 +225,7 @@ def _check(command: str, config: TrainConfig) -> None:
 
     if command == "simulate":
         build_schedule(config.schedule, config.parallel)
-    else:
+    elif command != "plan":
         check(config)
 
 
@@ -228,6 +235,8 @@ def _dispatch(
     """Run the command; what `--json` prints, or None where another rank prints it."""
     if arguments.command == "simulate":
         return _simulate(config, out)
+    if arguments.command == "plan":
+        return _plan(config, arguments)
     from launch.train import LaunchOptions
 
     options = LaunchOptions(
@@ -260,6 +269,17 @@ def _simulate(config: TrainConfig, out: Path | None) -> dict[str, Any]:
     return run(config, out or folder, console=Console())
 
 
+def _plan(config: TrainConfig, arguments: Arguments) -> dict[str, Any]:
+    if not arguments.model_only:
+        raise UsageError("plan: layouts are not searched yet, only the model is counted; add --model-only")
+    from rich.console import Console
+
+    from launch.plan import run
+
+    # A sweep ends in one table of all.
+    return run(config, console=Console(quiet=arguments.multirun))
+
+
 def _timeline(arguments: Arguments) -> dict[str, Any]:
     if len(arguments.overrides) != 1:
         raise UsageError(
@@ -271,6 +291,19 @@ def _timeline(arguments: Arguments) -> dict[str, Any]:
     from launch.timeline import run
 
     return run(Path(arguments.overrides[0]), arguments.step, console=Console())
+
+
+def _balance(arguments: Arguments) -> dict[str, Any]:
+    if not arguments.overrides or "=" in arguments.overrides[0]:
+        raise UsageError(
+            "balance takes the folder of a run first, as in counterflow balance runs/20260131-120000-1a2b3c4d"
+        )
+    from rich.console import Console
+
+    from launch.balance import plan_from, run
+
+    run_dir = Path(arguments.overrides[0])
+    return run(run_dir, plan_from(arguments.overrides[1:]), arguments.out or run_dir, console=Console())
 
 
 def _bench(arguments: Arguments) -> dict[str, Any]:
@@ -376,6 +409,8 @@ def _cell(result: dict[str, Any], dotted: str) -> str:
         value = value.get(name) if isinstance(value, dict) else None  # type: ignore[misc]
     if isinstance(value, list):
         value = max(value, default=None)  # type: ignore[type-var]
+    if isinstance(value, (int, float)) and abs(value) >= 1e9:
+        return f"{value / 1e9:,.2f}e9"
     if isinstance(value, float) and abs(value) < 1e4:
         return f"{value:.4g}"
     if isinstance(value, (int, float)) and not isinstance(value, bool):

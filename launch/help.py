@@ -46,6 +46,11 @@ COMMANDS: dict[str, Command] = {
             ("data.sources=[/my/texts]", "folders or files: .txt .md .py .rst .jsonl"),
             ("training.num_steps=100", "optimizer steps"),
             ("precision=bf16", "fp32 or bf16, master weights in fp32"),
+            (
+                "recompute.mode=full",
+                "full, selective (recompute.modules=[attention]), auto; recompute.every=2",
+            ),
+            ("compression=onebit", "gradients on the wire: none, onebit, int8, int4, fp8, topk, powersgd"),
             ("logger=jsonl", "none, jsonl, wandb (offline) or tensorboard"),
             ("checkpoint.resume=runs/...", "go on from a run's last checkpoint"),
         ),
@@ -107,6 +112,34 @@ COMMANDS: dict[str, Command] = {
             actions as CSV. --json: makespan, idle, peak_activations, bubble_makespan, bubble_span, volume, ...""",
         columns=("makespan", "idle", "peak_activations", "bubble_makespan", "bubble_span"),
     ),
+    "plan": Command(
+        summary="count a model's parameters and FLOPs; starts no rank",
+        about="""\
+            plan --model-only: parameters, those that a token passes, and training FLOPs per token of a shape, with
+            what each layer has of them, as formulas say: nothing is built, so the largest shapes answer at once.
+            Sequences have model.max_seq_length tokens. Searching a layout for a cluster is not there yet.""",
+        overrides=(
+            ("model=deepseek_v3_671b", "one of conf/model, or values of your own"),
+            ("model.max_seq_length=4096", "tokens of the sequences that attention's FLOPs are counted at"),
+            ("model.vocab_size=32000", "null takes the tokenizer's"),
+            ("model.moe.num_experts_per_token=4", "routed experts that a token goes to"),
+        ),
+        examples=(
+            (
+                "counterflow plan --model-only model=deepseek_v3_671b",
+                "671 B, 37 B active, 250 GFLOPs a token",
+            ),
+            ("counterflow plan --model-only --json model=mixtral_8x7b", "the same as JSON"),
+            (
+                "counterflow plan --model-only --multirun model=qwen3_235b_a22b,kimi_k2_1t",
+                "a table; 'model=glob(*)' is every shape",
+            ),
+        ),
+        output="""\
+            Nothing is written. --json: parameters, active_parameters, embedding_parameters,
+            training_flops_per_token, mtp, layers [{kind, first, count, attention, routed_experts, ...}].""",
+        columns=("parameters", "active_parameters", "training_flops_per_token", "mtp.parameters"),
+    ),
     "profile": Command(
         summary="measure what each pipeline stage costs here, for simulate and schedule=auto",
         about="""\
@@ -159,17 +192,23 @@ COMMANDS: dict[str, Command] = {
         summary="what each rank holds between steps, in bytes",
         about="""\
             Trains one step and prints, for each rank, the bytes of parameters, gradients and optimizer state that
-            stay between steps, and the activations that were live at once beside the simulator's figure.""",
-        overrides=(*_LAYOUT, ("zero.stage=3", "0, 1, 2, 3"), ("model=small", "the model's shape")),
+            stay between steps, and the activations that were live at once beside what cost model and simulator say.""",
+        overrides=(
+            *_LAYOUT,
+            ("zero.stage=3", "0, 1, 2, 3"),
+            ("recompute.mode=full", "none, full, selective, auto: what is run again instead of kept"),
+            ("model=small", "the model's shape"),
+        ),
         examples=(
             ("counterflow memory", "the main job"),
             ("counterflow memory --multirun schedule=1f1b,dualpipe", "does the second copy cost memory?"),
             ("counterflow memory --multirun zero.stage=0,1,2,3", "what each ZeRO stage saves"),
+            ("counterflow memory --multirun recompute.mode=none,full", "what recomputation saves"),
         ),
         output="""\
             runs/<date-time>-memory-<config hash>/config.yaml (or --out).
             --json: persistent_max, persistent_mean (bytes), ranks [{parameters, gradients, optimizer, ...}].""",
-        columns=("persistent_max", "persistent_mean"),
+        columns=("persistent_max", "persistent_mean", "activations_max"),
     ),
     "timeline": Command(
         summary="draw a step of a run, measured above simulated, and where its time went",
@@ -192,6 +231,37 @@ COMMANDS: dict[str, Command] = {
             --json: step, step_s, makespan_s, bubble {measured, measured_span, simulated, simulated_span},
             work_inflation, account {category: seconds of each pipeline rank}, paths, ...""",
     ),
+    "balance": Command(
+        summary="place a run's experts by their recorded loads, and show what that gains",
+        argument="RUN [KEY=VALUE ...]",
+        about="""\
+            Sums up how often the tokens of a run chose each expert, layer by layer, and places the experts on the
+            ranks of an expert axis: in order, packed by load, and with spare slots for replicas of hot experts
+            (groups to nodes, replicas to ranks, as DeepSeek's EPLB). Prints the largest load of a rank over the
+            mean. In training, balance.interval_steps=N moves experts by the same rules, without replicas.""",
+        options=(
+            ("num_ranks=8", "ranks of the expert axis"),
+            ("spare_slots=[0,1,2]", "slots of each rank for replicas, one placement for each number"),
+            ("num_nodes=2", "nodes over which the ranks spread"),
+            ("num_groups=8", "equal blocks of experts, each of which stays on one node"),
+            ("last_steps=100", "whose loads are taken; without it all"),
+        ),
+        examples=(
+            ("counterflow balance runs/20260131-120000-1a2b3c4d", "on four ranks"),
+            (
+                "counterflow balance runs/20260131-120000-1a2b3c4d num_ranks=8 num_nodes=2 num_groups=4",
+                "two nodes",
+            ),
+            (
+                "counterflow balance runs/20260131-120000-1a2b3c4d last_steps=50 --json",
+                "the placements as JSON",
+            ),
+        ),
+        output="""\
+            RUN/balance.png (or --out): loads of ranks by layer.
+            --json: layers, before [of each layer], after {spare slots: [of each layer]}, placements {spare slots:
+            [layer][rank][slot]}, png.""",
+    ),
     "bench": Command(
         summary="measure the runtime against its schedules and against torch's",
         argument="schedules [KEY=VALUE ...]",
@@ -200,7 +270,23 @@ COMMANDS: dict[str, Command] = {
             sleeps, transfers are real) the ranks run side by side on any number of cores, and what a step takes
             beyond the simulation is the runtime's own; then a small Llama computes for real on two ranks.
             torch.distributed.pipelining runs the same stages, step by step in turn. Quote ratios, and the machine:
-            on a busy one every figure rises.""",
+            on a busy one every figure rises.
+            bench p2p: whether comm.p2p_chunk_bytes pays: transfers of an activation, and steps of sleeping stages,
+            in chunks and whole by turns, over loopback and over an emulated link of limited rate (network
+            namespaces: Linux, root). Its keys: tensor_mib=[4] chunk_kib=[256,1024] mbit_per_s=[1000] num_ranks=4
+            action_ms=30 repeats=9.
+            bench overlap: how much of the experts' exchange of tokens the pairs of a schedule hide, and what a step
+            gains, on four ranks over a slow network (namespaces where they are allowed, else a wait per byte). Its
+            keys: mode=sleep schedules=[dualpipe,dualpipe_v,interleaved_1f1b] num_microbatches=20 repeats=5
+            phase_ms=20 alltoall_share=0.35 mbit_per_s=400 network=auto tokens=512.
+            bench optimizer: what optimizer.post_validation gains: rows of steps of sleeping stages that wait for the
+            gradient norm of all ranks, that do not, and of which every other one has to be undone and made again.
+            Its keys: schedules=[1f1b,zb1p,zb_h2,zbv,dualpipe] num_ranks=4 num_microbatches=8 action_ms=30
+            num_steps=6 repeats=3.
+            bench compression: what compressed reductions of gradients send, lose and take, on the gradient of a model,
+            over loopback and over an emulated link beside what the bytes foretell. Its keys:
+            methods=[onebit,int8,int4,fp8,topk,powersgd] model=small num_ranks=2 everywhere=true mbit_per_s=200
+            compute_ms=0 repeats=5.""",
         options=(
             ("mode=both", "sleep, compute or both"),
             ("schedules=[1f1b,zbv]", "which; without it every one that takes the sizes"),
@@ -216,11 +302,19 @@ COMMANDS: dict[str, Command] = {
                 "two rows",
             ),
             ("counterflow bench schedules mode=compute repeats=3", "real compute only"),
+            ("counterflow bench p2p mbit_per_s=[200,1000]", "chunked transfers, on two emulated links too"),
+            ("counterflow bench overlap", "dualpipe with overlapped pairs and without; about two minutes"),
+            ("counterflow bench compression", "compressed gradients, on a slow link too; about two minutes"),
+            (
+                "counterflow bench optimizer",
+                "steps that do not wait for each other's norm; about five minutes",
+            ),
         ),
         output="""\
             runs/bench-schedules-<date-time>/ (or --out): rows.json, schedules.png and .svg.
             --json: rows [{schedule, num_stages, num_microbatches, measured_idle, theory_idle, ratio_to_torch}],
-            compute_rows [{schedule, tokens_per_s, ratio_to_torch_1f1b, ratio_to_limit}].""",
+            compute_rows [{schedule, tokens_per_s, ratio_to_torch_1f1b, ratio_to_limit}]. Of overlap: overlap_*.png
+            and .svg, rows [{schedule, alltoall_share, hidden_share, speedup, step_s, step_s_without, ...}].""",
     ),
 }
 
@@ -231,6 +325,7 @@ options (anywhere on the line):
   --cfg job          print the composed config and stop
   --multirun, -m     run every combination of a=1,2 b=x,y and print a table
   --config-dir DIR   look for config groups in DIR too (DIR/model/mine.yaml makes model=mine)
+  --model-only       plan: count the model, search no layout
   --traceback        print the Python traceback of an error as well
   --help, -h         this text, or a command's
   --version          print the version

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, check
+from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, build_schedule, check
 from framework.run import RunContext
 from launch.parity import layout_text
 from launch.train import LaunchOptions, prepare_run
@@ -45,6 +45,8 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
         "run_dir": str(context.run_dir),
         "persistent_max": max(row["persistent"] for row in rows),
         "persistent_mean": sum(row["persistent"] for row in rows) / len(rows),
+        "activations_max": max(row["activations"] for row in rows),
+        **_recomputed(config, context.data.vocab_size),
         "ranks": rows,
     }
 
@@ -54,17 +56,50 @@ def print_result(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{result['layout']}: memory of each rank after one step", title_justify="left")
-    for column in ("rank", "parameters", "gradients", "optimizer", "together", "live", "simulated"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title=f"{result['layout']}: memory of each rank after one step, in MiB", title_justify="left"
+    )
+    has_experts = any(row["experts"] for row in result["ranks"])
+    columns = ("parameters", "gradients", "optimizer", "persistent", *(["experts"] * has_experts))
+    titles = ["together" if column == "persistent" else column for column in columns]
+    for title in ("rank", *titles, "activations", "live"):
+        table.add_column(title, justify="right")
     for rank, row in enumerate(result["ranks"]):
-        sizes = [
-            f"{row[name] / 2**20:.2f} MiB" for name in ("parameters", "gradients", "optimizer", "persistent")
-        ]
-        live = (row["peak_live_activations"], row["simulated_peak_activations"])
-        table.add_row(str(rank), *sizes, *map(str, live))
-    table.caption = "live: micro-batches whose activations were held at once; simulated: the same, foretold"
-    Console().print(table)
+        sizes = [f"{row[name] / 2**20:.2f}" for name in columns]
+        kept = f"{row['activations'] / 2**20:.2f} ({row['expected_activations'] / 2**20:.2f})"
+        live = f"{row['peak_live_activations']} ({row['simulated_peak_activations']})"
+        table.add_row(str(rank), *sizes, kept, live)
+    table.caption = (
+        "activations: the most kept for backwards at once; live: of how many micro-batches; (foretold)"
+    )
+    if has_experts:
+        table.caption += "; experts: their part of together"
+    console = Console()
+    console.print(table)
+    if result["recomputed"]:
+        again = result["hardware_flops_per_token"] / result["training_flops_per_token"] - 1
+        console.print(
+            f"recomputed: {'; '.join(result['recomputed'])} ({again:.1%} more FLOPs)", soft_wrap=True
+        )
+
+
+def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
+    """What is run again, and the FLOPs per token of the model and with that."""
+    from framework.recompute import as_text, recompute_plan
+    from models.cost import hardware_flops_per_token
+
+    vocab_size = config.model.vocab_size or data_vocab_size
+    schedule = build_schedule(config.schedule, config.parallel)
+    plan = recompute_plan(config, schedule, vocab_size=vocab_size)
+    model, hardware = (
+        hardware_flops_per_token(config.model, each, seq_length=config.data.seq_length, vocab_size=vocab_size)
+        for each in ({}, plan)
+    )
+    return {
+        "recomputed": as_text(plan),
+        "training_flops_per_token": model,
+        "hardware_flops_per_token": hardware,
+    }
 
 
 def _rank(config: TrainConfig, context: RunContext) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, check
-from framework.errors import RunFailedError, RunInterruptedError
+from framework.errors import ConfigError, RunFailedError, RunInterruptedError
 from framework.run import RunContext
 from launch.train import LaunchOptions, make_run_dir, prepare_run, short_path
 
@@ -31,6 +31,13 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     # Neither records nor checkpoints: the comparison reads its own files.
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
     check(config)
+    if config.compression.method != "none":
+        raise ConfigError(
+            [
+                f"compression.method={config.compression.method}: compressed gradients are not those of one process, "
+                "and parity is to 1e-5; set compression=none"
+            ]
+        )
 
     from framework.checkpoint.manifest import step_folder
     from framework.parity import NUM_STEPS, reference_config, to_mapping
@@ -42,7 +49,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=".parity-", dir=context.run_dir) as name:
         folder = step_folder(Path(name), NUM_STEPS)
         _say(f"training on {config.parallel.world_size} ranks")
-        losses = run_local(
+        trail = run_local(
             _layout_rank,
             (config, context, folder),
             num_ranks=config.parallel.world_size,
@@ -53,7 +60,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
         _say(f"training on one rank, {reference.schedule.num_microbatches} micro-batches a step")
         (parity,) = run_local(
             _reference_rank,
-            (config, context, folder, losses),
+            (config, context, folder, trail),
             num_ranks=1,
             run_dir=context.run_dir,
             threads_per_rank=config.launcher.threads_per_rank,
@@ -65,14 +72,39 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 def layout_text(config: TrainConfig) -> str:
     """A layout in a few characters, as `tp2 pp2 dp2 zero3 dualpipe`."""
     parallel = config.parallel
+    experts = f"ep{parallel.expert_parallel_size} " if config.model.moe.num_experts else ""
     return (
         f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} dp{parallel.data_parallel_size} "
-        f"zero{config.zero.stage} {config.schedule.name}"
+        f"{experts}zero{config.zero.stage} {config.schedule.name}"
     )
 
 
-def grid() -> Iterator[list[str]]:
-    """The overrides of every layout that fits eight ranks."""
+def grid(*, has_experts: bool = False) -> Iterator[list[str]]:
+    """The overrides of every layout that fits eight ranks, for a model with experts or without."""
+    yield from _expert_grid() if has_experts else _dense_grid()
+
+
+def _expert_grid() -> Iterator[list[str]]:
+    """As many data-parallel ranks as share the experts out with the tensor-parallel ones, or twice as many."""
+    schedules = ("1f1b", "dualpipe", "dualpipe_v", "zbv")
+    for expert, pipeline, tensor, copies, stage, schedule in product(
+        (2, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), schedules
+    ):
+        data = copies * max(expert, tensor) // tensor
+        if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
+            continue
+        yield [
+            f"parallel.expert_parallel_size={expert}",
+            f"parallel.tensor_parallel_size={tensor}",
+            f"parallel.pipeline_parallel_size={pipeline}",
+            f"parallel.data_parallel_size={data}",
+            f"zero.stage={stage}",
+            f"schedule={schedule}",
+            f"model.num_layers={max(4, 2 * pipeline)}",
+        ]
+
+
+def _dense_grid() -> Iterator[list[str]]:
     axes = product((1, 2), (1, 2, 4), (1, 2), (0, 1, 2, 3), ("gpipe", "1f1b", "dualpipe"))
     for tensor, pipeline, data, stage, schedule in axes:
         if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
@@ -87,29 +119,44 @@ def grid() -> Iterator[list[str]]:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The three differences, each with what it is measured on."""
+    """The differences, each with what it is measured on, and whether experts got the same tokens."""
+    steps = f"largest of {result['num_steps']} steps"
     rows = (
-        ("loss", result["loss_rel"], f"largest of {result['num_steps']} steps"),
+        ("loss", result["loss_rel"], steps),
+        *([("MTP loss", result["further_loss_rel"], steps)] * (result["further_loss_rel"] is not None)),
+        ("norm", result["norm_rel"], f"of all gradients, {steps}"),
         ("gradients", result["grad_rel"], f"{result['worst_grad']}, before clipping"),
         ("parameters", result["param_rel"], f"{result['worst_param']}, after {result['num_steps']} steps"),
     )
     print(f"largest relative difference of {result['layout']} to one process:")
     for name, value, what in rows:
         print(f"  {name:<12}{value:.2e}   {what}")
+    if result["num_routed_layers"]:
+        print(
+            f"routing: the loads of all experts are equal in {result['num_routed_layers']} layers and "
+            f"{result['num_steps']} steps"
+            if result["routing_equal"]
+            else f"routing: the loads of experts DIFFER, first in {result['different_routing']}"
+        )
     verdict = "hold" if result["holds"] else "DO NOT HOLD"
-    print(f"loss and gradients {verdict} the fp32 bound of {result['tolerance']:g}")
+    what = (
+        "losses, norms, gradients and routing"
+        if result["num_routed_layers"]
+        else "losses, norms and gradients"
+    )
+    print(f"{what} {verdict} the fp32 bound of {result['tolerance']:g}")
 
 
-def _layout_rank(config: TrainConfig, context: RunContext, folder: Path) -> list[float]:
+def _layout_rank(config: TrainConfig, context: RunContext, folder: Path) -> Any:
     from framework.parity import run_layout_rank
 
     return run_layout_rank(config, context, int(os.environ["LOCAL_RANK"]), folder)
 
 
-def _reference_rank(config: TrainConfig, context: RunContext, folder: Path, losses: list[float]) -> Any:
+def _reference_rank(config: TrainConfig, context: RunContext, folder: Path, trail: Any) -> Any:
     from framework.parity import run_reference_rank
 
-    return run_reference_rank(config, context, int(os.environ["LOCAL_RANK"]), folder, losses)
+    return run_reference_rank(config, context, int(os.environ["LOCAL_RANK"]), folder, trail)
 
 
 def _say(line: str) -> None:
@@ -121,9 +168,9 @@ def main() -> int:
     from launch.compose import compose_config
 
     extra = sys.argv[1:]
-    layouts = list(grid())
     missed: list[str] = []
     try:
+        layouts = list(grid(has_experts=compose_config(extra).model.moe.num_experts > 0))
         configs = [compose_config([*overrides, *extra]) for overrides in layouts]
         for config in configs:
             check(config)

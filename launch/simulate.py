@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.config import TrainConfig
-from framework.costs import message_bytes, stage_bytes
+from framework.costs import message_bytes, schedule_costs, stage_bytes
 from parallel.pipeline.action import Schedule
-from parallel.pipeline.costs import Costs, costs_from
+from parallel.pipeline.costs import Costs
 from parallel.pipeline.draw import timeline_png, timeline_svg
-from parallel.pipeline.passes import lower
+from parallel.pipeline.passes import lower, why_not_overlapped
 from parallel.pipeline.simulate import FormulaBubble, Simulation, bubble_formula, simulate
 from parallel.pipeline.source import schedule_from
 from parallel.pipeline.text import to_csv
@@ -43,14 +43,19 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     num_actions = sum(map(len, schedule.actions))
     report = verify(schedule)
     executable = (
-        lower(schedule, zero_stage=3, early_sends=config.schedule.early_sends)
+        lower(
+            schedule,
+            zero_stage=3,
+            early_sends=config.schedule.early_sends,
+            overlap=config.overlaps_experts,
+        )
         if num_actions <= MAX_DRAWN
         else None
     )
     if executable is not None:
         report = verify(executable)
 
-    costs = costs_from(config.schedule.costs, schedule.num_stages)
+    costs = schedule_costs(config, schedule)
     simulation = simulate(schedule, costs)
     formula = bubble_formula(
         schedule.name,
@@ -60,6 +65,8 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
         num_chunks=schedule.num_stages // num_ranks,
     )
     volume = _volume(config, schedule, executable, costs)
+    if config.overlaps_experts and executable is not None and (reason := why_not_overlapped(executable)):
+        notes.append(reason)
     if executable is None:
         notes.append(
             f"{num_actions} actions: proven and simulated as compute actions; above {MAX_DRAWN} the communication is "

@@ -180,8 +180,11 @@ class ModelConfig:
 
     vocab_size: null takes the tokenizer's. head_dim: null is hidden_size / num_heads; with `mla` unused.
     activation: `swiglu` has a gate, `gelu` (tanh form) none. norm: `rms` or `layer`, the latter with a bias.
-    position: `rope`, or `learned` with a table of max_seq_length rows. qk_norm: RMSNorm on each query and key head
-    (Qwen3). attention_bias: on the query, key and value projections and, with mlp_bias, on all linears (GPT-3).
+    position: `rope`, or `learned` with a table of max_seq_length rows.
+    max_seq_length: tokens of the sequences that the model is meant for: `counterflow plan` counts FLOPs at it. It is a
+        limit with learned positions only.
+    qk_norm: RMSNorm on each query and key head (Qwen3). attention_bias: on the query, key and value projections and,
+        with mlp_bias, on all linears (GPT-3).
     """
 
     name: str = "llama"
@@ -223,6 +226,7 @@ class ModelConfig:
                 f"model.moe.num_dense_layers={self.moe.num_dense_layers}: there are model.num_layers="
                 f"{self.num_layers}; set it to so many at most"
             )
+        self._check_together()
         if self.uses_mla:
             return
         if self.num_heads % self.num_kv_heads:
@@ -237,6 +241,30 @@ class ModelConfig:
             )
         if self.position == "rope" and self.dim_per_head % 2:
             raise ValueError(f"model.head_dim={self.dim_per_head}: RoPE rotates pairs; use an even head_dim")
+
+    def _check_together(self) -> None:
+        refused: dict[str, tuple[bool, str]] = {
+            "model.qk_norm=true": (
+                self.uses_mla and self.qk_norm,
+                "latent attention norms its latents instead",
+            ),
+            "model.attention_bias=true": (
+                self.uses_mla and self.attention_bias,
+                "latent attention has no biases",
+            ),
+            "model.position=learned": (
+                self.position == "learned" and (self.uses_mla or self.yarn.factor > 1),
+                "latent attention and YaRN are made of rotary positions",
+            ),
+            f"model.activation={self.activation}": (
+                self.activation != "swiglu" and self.moe.num_experts > 0,
+                "experts are SwiGLU",
+            ),
+            "model.mlp_bias=true": (self.mlp_bias and self.moe.num_experts > 0, "experts have no biases"),
+        }
+        for value, (is_refused, why) in refused.items():
+            if is_refused:
+                raise ValueError(f"{value}: not with this model: {why}; leave it out for the default")
 
     @property
     def dim_per_head(self) -> int:

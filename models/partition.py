@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from models.config import ModelConfig
-from models.cost import head_forward_flops, layer_forward_flops
+from models.cost import head_forward_flops, layer_forward_flops, layer_indices
 
 # What a byte of memory traffic counts in FLOPs, for the embedding, which multiplies nothing. Processors differ
 # by a factor of thirty; measured on CPU, 10 puts the embedding of small models within 2x of its time.
@@ -16,7 +16,7 @@ _FLOPS_PER_BYTE = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSlice:
-    """What one stage holds: `layers` by global index, the embedding if `first`, norm and head if `last`."""
+    """What one stage holds: `layers` by global index, the embedding if `first`; norm, head and MTP if `last`."""
 
     layers: range
     first: bool
@@ -33,11 +33,15 @@ def partition(
 
     Raises ValueError: where there are more stages than layers + 2.
     """
-    costs = [
-        _embedding_cost(config, seq_length=seq_length, vocab_size=vocab_size),
-        *[3 * layer_forward_flops(config, seq_length=seq_length)] * config.num_layers,
-        3 * head_forward_flops(config, vocab_size=vocab_size),
+    embedding = _embedding_cost(config, seq_length=seq_length, vocab_size=vocab_size)
+    layers = [
+        3 * layer_forward_flops(config, index, seq_length=seq_length) for index in layer_indices(config)
     ]
+    modules = layers[config.num_layers :]
+    head = 3 * head_forward_flops(config, vocab_size=vocab_size)
+    # The head and all that needs its stage: each MTP module applies it once more, and the embedding too.
+    end = head + sum(module + head + embedding for module in modules)
+    costs = [embedding, *layers[: config.num_layers], end]
     if not 1 <= num_stages <= len(costs):
         raise ValueError(
             f"{num_stages} pipeline stages: model.num_layers={config.num_layers} gives from 1 to {len(costs)}, "

@@ -1,7 +1,7 @@
-"""A pipeline stage of a Llama-family decoder: some of its layers, with the embedding or the head at the ends.
+"""A pipeline stage of a decoder: some of its layers, with the embedding or the head at the ends.
 
 Parameters have the same names in every layout, those of the whole model: `embedding.weight`,
-`layers.{index}.attention.q_proj.weight`, .., `norm.weight`, `head.weight`.
+`layers.{index}.attention.q_proj.weight`, .., `norm.weight`, `head.weight`, `mtp.layers.{index}.proj.weight`, ..
 """
 
 from __future__ import annotations
@@ -9,31 +9,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.attention import Attention, RotaryTable
+from models.attention import attention
 from models.config import ModelConfig
-from models.mlp import SwiGLU
-from models.norm import RMSNorm
+from models.mlp import dense_mlp
+from models.moe import MoE
+from models.mtp import MTP
+from models.norm import LayerNorm, RMSNorm, hidden_norm
+from models.positions import LearnedPositions, RotaryTable, rotary_table
+from models.recompute import NOTHING, Parts, Plan
 from parallel.collectives import Axis
+from parallel.expert import ExpertParallel, even_placement
 from parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, enter_tensor_parallel
 from parallel.parameters import initialize, place, placement_of
+from parallel.recompute import recompute, recompute_module
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); in and out [B, S, H], or [B, S/tp, H]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); in and out [B, S, H], or [B, S/tp, H].
+
+    layer: index in the whole model, which decides whether `mlp` is dense or a mixture of experts.
+    recomputed: what is run again in the backward instead of being kept for it.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        rotary: RotaryTable,
+        layer: int = 0,
+        rotary: RotaryTable | None,
         tensor: Axis,
         sequence_parallel: bool,
+        experts: ExpertParallel | None = None,
+        recomputed: Parts = NOTHING,
         device: torch.device | str = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.attention_norm = _norm(config, sequence_parallel, device, dtype)
-        self.attention = Attention(
+        self.recomputed = recomputed
+        self.attention_norm = hidden_norm(
+            config, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+        )
+        self.attention = attention(
             config,
             rotary=rotary,
             tensor=tensor,
@@ -41,13 +57,41 @@ class TransformerBlock(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.mlp_norm = _norm(config, sequence_parallel, device, dtype)
-        self.mlp = SwiGLU(
-            config, tensor=tensor, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.mlp_norm = hidden_norm(config, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+        self.mlp: nn.Module
+        if config.is_moe_layer(layer):
+            self.mlp = MoE(
+                config,
+                layer=layer,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                experts=experts or _all_experts_here(config),
+                device=device,
+                dtype=dtype,
+            )
+        else:
+            self.mlp = dense_mlp(
+                config, tensor=tensor, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+            )
+        if isinstance(self.mlp, MoE):
+            if "experts" in recomputed:
+                recompute_module(self.mlp.experts)
+            if "shared_experts" in recomputed and self.mlp.shared is not None:
+                recompute_module(self.mlp.shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+        return recompute(self._run, x) if "block" in self.recomputed else self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        x = recompute(self._attend, x) if "attention" in self.recomputed else self._attend(x)
+        is_recomputed = not self.recomputed.isdisjoint(("mlp", "moe"))
+        return recompute(self._feed_forward, x) if is_recomputed else self._feed_forward(x)
+
+    # With the residual in it, for the gradients of `x` to be added up in one order, recomputed or not.
+    def _attend(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.attention_norm(x))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -62,6 +106,13 @@ class TransformerStage(nn.Module):
     otherwise the last stage has a copy, `head.weight`, placed as tied to `embedding.weight`: their gradients
     have to be summed over the two stages.
 
+    With MTP modules the last stage returns the logits and the hidden states [B, S, H] or [B, S/tp, H] after its
+    norm, which `further_predictions` takes. Where it is not the first, it has a copy of the embedding too,
+    `mtp.embedding.weight` (or, with tied embeddings, `head.weight` is that copy).
+
+    experts: where the experts of mixture layers are; None: all of them here (one process).
+    recomputed: of the layers and MTP modules, what is run again in the backward.
+
     A stage built on the meta device gets its values from `materialize`.
     """
 
@@ -75,6 +126,8 @@ class TransformerStage(nn.Module):
         tensor: Axis,
         sequence_parallel: bool,
         vocab_size: int,
+        experts: ExpertParallel | None = None,
+        recomputed: Plan | None = None,
         device: torch.device | str = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -95,24 +148,31 @@ class TransformerStage(nn.Module):
                 device=device,
                 dtype=dtype,
             )
-        rotary = RotaryTable(config.dim_per_head, config.rope_theta)
-        self.layers = nn.ModuleDict(
-            {
-                str(index): TransformerBlock(
-                    config,
-                    rotary=rotary,
-                    tensor=tensor,
-                    sequence_parallel=sequence_parallel,
-                    device=device,
-                    dtype=dtype,
-                )
-                for index in layer_range
-            }
-        )
-        self.norm: RMSNorm | None = None
+        self.positions: LearnedPositions | None = None
+        if first and config.position == "learned":
+            self.positions = LearnedPositions(
+                config, tensor=tensor, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+            )
+        rotary = rotary_table(config)
+
+        def block(index: int) -> TransformerBlock:
+            return TransformerBlock(
+                config,
+                layer=index,
+                rotary=rotary,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                experts=experts,
+                recomputed=(recomputed or {}).get(index, NOTHING),
+                device=device,
+                dtype=dtype,
+            )
+
+        self.layers = nn.ModuleDict({str(index): block(index) for index in layer_range})
+        self.norm: RMSNorm | LayerNorm | None = None
         self.head: ColumnParallelLinear | None = None
         if last:
-            self.norm = _norm(config, sequence_parallel, device, dtype)
+            self.norm = hidden_norm(config, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
             self.head = ColumnParallelLinear(
                 config.hidden_size,
                 vocab_size,
@@ -125,16 +185,46 @@ class TransformerStage(nn.Module):
             )
             if config.tie_embeddings and self.embedding is not None:
                 self.head.weight = self.embedding.weight
+        self.mtp: MTP | None = None
+        if last and config.mtp.num_modules:
+            self.mtp = MTP(
+                config,
+                blocks=[block(config.num_layers + index) for index in range(config.mtp.num_modules)],
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                vocab_size=None if first else vocab_size,
+                device=device,
+                dtype=dtype,
+            )
+            if config.tie_embeddings and self.mtp.embedding is not None and self.head is not None:
+                self.mtp.embedding.weight = self.head.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.embedding is not None:
             x = self.embedding(x)
+        if self.positions is not None:
+            x = self.positions(x)
         for layer in self.layers.values():
             x = layer(x)
-        if self.norm is not None and self.head is not None:
-            x = enter_tensor_parallel(self.norm(x), self.tensor, sequence_parallel=self.sequence_parallel)
-            x = self.head(x)
-        return x
+        if self.norm is None:
+            return x
+        hidden = self.norm(x)
+        logits = self._logits(hidden)
+        return logits if self.mtp is None else (logits, hidden)
+
+    def further_predictions(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each MTP module: logits, as `forward` returns them, and their targets, int64 [B, S].
+
+        hidden: the second result of `forward`. targets: int64 [B, S], the token after each position.
+        """
+        assert self.mtp is not None
+        embed = self.mtp.embedding or self.embedding
+        assert embed is not None
+        return [(self._logits(state), wanted) for state, wanted in self.mtp(hidden, targets, embed)]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        assert self.head is not None
+        return self.head(enter_tensor_parallel(hidden, self.tensor, sequence_parallel=self.sequence_parallel))
 
 
 def materialize(module: nn.Module, *, device: torch.device | str, seed: int) -> None:
@@ -153,13 +243,5 @@ def materialize(module: nn.Module, *, device: torch.device | str, seed: int) -> 
             setattr(owner, name, made[parameter])
 
 
-def _norm(
-    config: ModelConfig, sequence_parallel: bool, device: torch.device | str, dtype: torch.dtype
-) -> RMSNorm:
-    return RMSNorm(
-        config.hidden_size,
-        eps=config.norm_eps,
-        sequence_parallel=sequence_parallel,
-        device=device,
-        dtype=dtype,
-    )
+def _all_experts_here(config: ModelConfig) -> ExpertParallel:
+    return ExpertParallel(axis=Axis(name="expert"), experts_by_rank=even_placement(config.moe.num_experts, 1))

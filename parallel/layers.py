@@ -1,4 +1,4 @@
-"""Tensor-parallel layers: linears cut by column and by row, and an embedding cut by vocabulary.
+"""Tensor-parallel layers: linears cut by column and by row or held whole, and an embedding cut by vocabulary.
 
 A tensor-parallel region starts with `enter_tensor_parallel`, once for all the column layers that share its
 input, and ends in the row layer (Megatron-LM, arXiv 1909.08053, section 3). Under sequence parallelism the
@@ -174,6 +174,54 @@ class RowParallelLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class ReplicatedLinear(nn.Module):
+    """A linear layer that every rank of the axis holds whole and applies to what it has: y = x W^T (+ b).
+
+    Input [.., in_features]: a hidden state between tensor-parallel regions, [B, S, H], or [B, S/tp, H] under
+    sequence parallelism, where each rank's gradient is then the term of its own tokens.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        sequence_parallel: bool,
+        bias: bool = False,
+        init_std: float = 0.02,
+        device: torch.device | str = "meta",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight = place(
+            nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype)),
+            ParameterPlacement(
+                global_shape=(out_features, in_features),
+                partial_over_tensor=sequence_parallel,
+                init_std=init_std,
+            ),
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = place(
+                nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)),
+                ParameterPlacement(
+                    global_shape=(out_features,),
+                    partial_over_tensor=sequence_parallel,
+                    weight_decay=False,
+                    init="zeros",
+                ),
+            )
+
+    def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Those whose gradient goes to `weight_grad_sink`."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return split_linear(tensor, self.weight, self.bias, self.weight_grad_sink)
+
+
 class VocabParallelEmbedding(nn.Module):
     """An embedding cut along the vocabulary, padded with zero rows to a multiple of the axis size.
 
@@ -189,6 +237,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         sequence_parallel: bool,
         init_std: float = 0.02,
+        tied_to: str | None = None,
         device: torch.device | str = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -204,6 +253,7 @@ class VocabParallelEmbedding(nn.Module):
                 tensor_dim=0,
                 tensor_start=self.start,
                 init_std=init_std,
+                tied_to=tied_to,
             ),
         )
 

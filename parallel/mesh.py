@@ -2,11 +2,17 @@
 
 Ranks are laid out with the tensor axis innermost, then context, data and pipeline, so that the axes that talk
 most sit closest together.
+
+Note [The expert view]
+Experts see the ranks of one pipeline coordinate, in rank order, as a second pair of axes: position i along data x
+context x tensor has expert rank i mod expert_parallel_size, so that neighbours exchange tokens, and the rest of the
+division is the expert data-parallel axis, whose ranks hold the same experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,8 +23,10 @@ if TYPE_CHECKING:
 class MeshConfig:
     """Sizes of the mesh axes (config group `parallel`).
 
-    The world is pipeline x data x context x tensor. `sequence_parallel` shards activations between
-    tensor-parallel regions over the tensor axis (Korthikanti et al., arXiv 2205.05198).
+    The world is pipeline x data x context x tensor. expert_parallel_size: ranks among which the experts of a layer
+    are shared out; it takes no ranks of its own, but divides data x context x tensor (Note [The expert view]).
+    `sequence_parallel` shards activations between tensor-parallel regions over the tensor axis (Korthikanti et
+    al., arXiv 2205.05198).
     """
 
     pipeline_parallel_size: int = 1
@@ -41,6 +49,13 @@ class MeshConfig:
                 raise ValueError(
                     f"parallel.{name}={value}: an axis has at least one rank; set it to 1 or more"
                 )
+        if self.ranks_per_stage % self.expert_parallel_size:
+            raise ValueError(
+                f"parallel.expert_parallel_size={self.expert_parallel_size}: must divide data x context x tensor = "
+                f"{self.ranks_per_stage}, the ranks that hold a stage; try parallel.expert_parallel_size="
+                f"{gcd(self.ranks_per_stage, self.expert_parallel_size)}, or "
+                f"parallel.data_parallel_size={self.expert_parallel_size}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -50,6 +65,15 @@ class MeshConfig:
             * self.context_parallel_size
             * self.tensor_parallel_size
         )
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of one pipeline coordinate: data x context x tensor."""
+        return self.data_parallel_size * self.context_parallel_size * self.tensor_parallel_size
+
+    def expert_rank_of(self, rank: int) -> int:
+        """The expert rank of global `rank`: which share of each layer's experts it holds."""
+        return rank % self.ranks_per_stage % self.expert_parallel_size
 
     def coordinate_of(self, rank: int) -> Coordinate:
         """The coordinate of global `rank`."""
@@ -86,6 +110,8 @@ class Mesh:
     tensor, pipeline: the groups along one axis, ordered by coordinate.
     replica: the ranks that hold the same parameters: data x context, times the mirror pair where the schedule
         keeps two copies of each stage. ZeRO shards over it, gradients are reduced over it.
+    expert: the ranks that share the experts of a layer out among them and exchange tokens, by expert rank.
+    expert_replica: the ranks that hold the same experts: of the same expert rank, times the mirror pair.
     world: every rank.
     ends: the ranks of the first and the last stage at this coordinate of the other axes, which hold the two
         copies of a tied embedding; on ranks between them, and where both stages share a rank, this rank alone.
@@ -100,6 +126,8 @@ class Mesh:
     pipeline: dist.ProcessGroup | None
     pipeline_reverse: dist.ProcessGroup | None
     replica: dist.ProcessGroup | None
+    expert: dist.ProcessGroup | None
+    expert_replica: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
 
@@ -127,6 +155,27 @@ def replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool)
     pair = {coordinate.pipeline, size - 1 - coordinate.pipeline} if mirrored else {coordinate.pipeline}
     ranks = ranks_along(config, coordinate, "pipeline", "data", "context")
     return [rank for rank in ranks if config.coordinate_of(rank).pipeline in pair]
+
+
+def expert_ranks(config: MeshConfig, coordinate: Coordinate) -> list[int]:
+    """Global ranks with which the rank at `coordinate` exchanges tokens, by expert rank."""
+    first, size = config.rank_of(coordinate), config.expert_parallel_size
+    first -= config.expert_rank_of(first)
+    return list(range(first, first + size))
+
+
+def expert_replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
+    """Global ranks that hold the same experts as the rank at `coordinate`, ascending; see `replica_ranks`."""
+    mine = config.rank_of(coordinate)
+    pipeline = {
+        config.coordinate_of(rank).pipeline for rank in replica_ranks(config, coordinate, mirrored=mirrored)
+    }
+    return [
+        rank
+        for rank in range(config.world_size)
+        if config.coordinate_of(rank).pipeline in pipeline
+        and config.expert_rank_of(rank) == config.expert_rank_of(mine)
+    ]
 
 
 def ends_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
@@ -173,6 +222,8 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         if one_communicator
         else _new_group(pipeline, "pipeline, reverse"),
         replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
+        expert=group(expert_ranks(config, coordinate), "expert"),
+        expert_replica=group(expert_replica_ranks(config, coordinate, mirrored=mirrored), "expert replica"),
         ends=group(ends_ranks(config, coordinate, mirrored=mirrored), "ends"),
         world=group(list(range(world_size)), "world"),
     )

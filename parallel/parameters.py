@@ -7,7 +7,9 @@ each need that knowledge. It is written once, where the parameter is made, and r
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -30,6 +32,8 @@ class ParameterPlacement:
         sequence parallelism); False: the gradient is complete here.
     tied_to: global name of the parameter this one is a second copy of (the output head of a tied embedding
         that lives on another stage).
+    experts: global indices of the experts that are held here along dim 0, in order, of a stack of one slice an
+        expert; None: not a parameter of experts. Such a parameter is not cut over the tensor axis.
     """
 
     global_shape: tuple[int, ...]
@@ -40,6 +44,10 @@ class ParameterPlacement:
     init: Literal["normal", "ones", "zeros"] = "normal"
     init_std: float = 0.02
     tied_to: str | None = None
+    experts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.experts is None or self.tensor_dim is None, "experts are not cut over the tensor axis"
 
 
 def place(parameter: nn.Parameter, placement: ParameterPlacement) -> nn.Parameter:
@@ -56,12 +64,23 @@ def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
     return ParameterPlacement(global_shape=tuple(parameter.shape), weight_decay=parameter.dim() > 1)
 
 
+def expert_runs(experts: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranges [begin, end) of slots, in order and as long as can be, whose experts' indices go up one by one."""
+    breaks = [slot for slot in range(1, len(experts)) if experts[slot] != experts[slot - 1] + 1]
+    return list(pairwise([0, *breaks, len(experts)])) if experts else []
+
+
 def initialize(out: Tensor, name: str, placement: ParameterPlacement, seed: int) -> None:
     """Fill `out` (local shape, any float dtype) with the initial values of its slice of parameter `name`.
 
     The value of an element depends on `seed`, the global name and the element's global index only, never on
     the layout, so every layout starts from the same model. Padding is zero.
     """
+    if placement.experts is not None:
+        for begin, end in expert_runs(placement.experts):
+            run = replace(placement, experts=None, tensor_dim=0, tensor_start=placement.experts[begin])
+            initialize(out[begin:end], name, run, seed)
+        return
     with torch.no_grad():
         if placement.init == "ones":
             out.fill_(1)

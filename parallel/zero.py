@@ -5,7 +5,9 @@ The parameters of a stage are laid end to end in one flat buffer, a *unit*, and 
 contiguous range of it. So every replica has the same number of elements whatever the shapes, a gather or a
 reduction is one collective without copies in or out, and the parameters the module sees are views. A
 parameter that is tied to another stage has a unit of its own: both copies are then cut alike, and their
-gradients can be added shard by shard.
+gradients can be added shard by shard. Experts have one as well: they are replicated over fewer ranks than the
+rest of their stage, the expert replicas, and their tokens come from every tensor-parallel rank, which are
+replicas among others to them.
 
 Note [Who accumulates what]
 Weight gradients of linear layers are added to an fp32 buffer by the stage's WeightGradStore, those of other
@@ -25,13 +27,16 @@ of a whole backward, which a split backward does not fire.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import Axis, all_gather_into, all_reduce, reduce_scatter_into
+from parallel.collectives import Axis, all_gather_into, all_reduce
+from parallel.compress.gradients import GradientReduction
+from parallel.compress.reduction import PendingReduction, ReductionReport
+from parallel.compress_config import CompressionConfig
 from parallel.parameters import ParameterPlacement, initialize, place, placement_of
 from parallel.zero_config import ZeroConfig
 
@@ -83,7 +88,10 @@ class PersistentBytes:
 
 
 class FlatUnit:
-    """Some parameters of a stage, flat, sharded over `replica` as ZeRO `stage` says."""
+    """Some parameters of a stage, flat, sharded over `replica` as ZeRO `stage` says.
+
+    reduction: how its gradients are summed, and what that keeps between steps. report: of the last one.
+    """
 
     def __init__(
         self,
@@ -94,6 +102,7 @@ class FlatUnit:
         tensor: Axis,
         dtype: torch.dtype,
         device: torch.device,
+        compression: CompressionConfig | None = None,
     ) -> None:
         self._zero_stage, self._replica, self._tensor = zero_stage, replica, tensor
         # Gradients that are partial over the tensor axis come first: one contiguous range to reduce there.
@@ -140,13 +149,47 @@ class FlatUnit:
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self._gather: tuple[dist.Work | None, Tensor] | None = None
-        self._reduction: list[dist.Work] | None = None
+        self.reduction = GradientReduction(
+            compression or CompressionConfig(),
+            replica,
+            shapes=[slot.shape for slot in self.slots],
+            num_elements=self._padded_size,
+            is_everywhere=zero_stage == 0,
+            device=device,
+        )
+        self.report: ReductionReport | None = None
+        self._pending: PendingReduction | None = None
         self._is_whole = True
         self.reshard()
 
     @staticmethod
     def _view(flat: Tensor, slot: Slot) -> Tensor:
         return flat[slot.start : slot.stop].view(slot.shape)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its parameters are those of experts."""
+        return any(slot.placement.experts is not None for slot in self.slots)
+
+    def owned_range(self, replica_rank: int) -> tuple[int, int]:
+        """The elements of the flat buffer that this index along the replica axis updates: start and stop."""
+        if self._zero_stage == 0:
+            return 0, self._padded_size
+        return replica_rank * self._shard_size, (replica_rank + 1) * self._shard_size
+
+    def read_placements(self) -> None:
+        """Take the placements of the parameters anew; their shapes are the same."""
+        before = self.slots
+        self.slots = tuple(
+            replace(slot, placement=placement_of(parameter))
+            for slot, parameter in zip(self.slots, self.parameters.values(), strict=True)
+        )
+        if self.slots != before:
+            # What compression left out was of the experts that were here.
+            self.reduction.reset()
+        self._slot_of = {
+            id(parameter): slot for slot, parameter in zip(self.slots, self.parameters.values(), strict=True)
+        }
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._slot_of
@@ -210,30 +253,28 @@ class FlatUnit:
             self._is_whole = False
 
     def reduce_grad(self) -> None:
-        assert self._reduction is None, "gradients are reduced once in a step"
+        assert self._pending is None, "gradients are reduced once in a step"
         if self._grad_whole is None:
             self._grad_whole = torch.zeros(self._padded_size, device=self.master.device)
-        if self._zero_stage == 0:
-            work = all_reduce(self._grad_whole, self._replica, async_op=True)
-        else:
-            out = self._grad
-            if not self._shards_gradients:
-                # The own range of the whole buffer is input and output: keep them apart.
-                out = torch.empty_like(self._grad)
-            work = reduce_scatter_into(out, self._grad_whole, self._replica, async_op=True)
-            self._reduced = out
-        self._reduction = [] if work is None else [work]
+        # The own range of the whole buffer is input and output at stage 1: keep them apart.
+        self._reduced = torch.empty_like(self._grad) if self._zero_stage == 1 else self._grad
+        self._pending = self.reduction.start(
+            self._grad_whole, None if self._zero_stage == 0 else self._reduced
+        )
+
+    def advance_reduction(self) -> None:
+        """Bring the reduction to its next step, so that those of several units are under way together."""
+        assert self._pending is not None, "the schedule reduced no gradients"
+        self._pending.advance()
 
     def wait_reduction(self) -> None:
         """Return once `grad` of every fragment is the sum over replicas and, where partial, the tensor axis."""
-        assert self._reduction is not None, "the schedule reduced no gradients"
-        for work in self._reduction:
-            work.wait()
-        self._reduction = None
-        if self._zero_stage == 1:
+        assert self._pending is not None, "the schedule reduced no gradients"
+        self.report = self._pending.wait()
+        self._pending = None
+        if self._reduced is not self._grad:
             self._grad.copy_(self._reduced)
-        if self._zero_stage >= 1:
-            del self._reduced
+        del self._reduced
         if self._shards_gradients:
             self._grad_whole = None
         partial = self._grad[: max(0, self._num_partial - self._owned_start)]
@@ -287,6 +328,7 @@ class FlatUnit:
         is_alias = self.master.untyped_storage().data_ptr() == self._whole.untyped_storage().data_ptr()
         whole = 0 if self._shards_parameters else self._whole.nbytes
         gradients = self._grad.nbytes if self._shards_gradients else self._padded_size * 4
+        gradients += sum(tensor.nbytes for tensor in self.reduction.state().values())
         return PersistentBytes(
             parameters=whole + (0 if is_alias else self.master.nbytes), gradients=gradients
         )
@@ -296,6 +338,8 @@ class ShardedStage:
     """The parameters of one stage (the runtime's `StageParameters`), replaced in `module` by views of units.
 
     module: its parameters may be on the meta device. replica: the ranks that hold a copy of this stage.
+    expert_replica: those that hold the same experts of it; needed where it has experts. compression: how gradients
+    travel; None: as they are.
     """
 
     def __init__(
@@ -305,24 +349,30 @@ class ShardedStage:
         *,
         replica: Axis,
         tensor: Axis,
+        expert_replica: Axis | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         seed: int = 0,
         is_tied: bool = False,
+        compression: CompressionConfig | None = None,
     ) -> None:
         named = list(module.named_parameters())
         tied = [item for item in named if is_tied and _is_end_of_tie(*item)]
-        rest = [item for item in named if not any(item[0] == name for name, _ in tied)]
+        experts = [item for item in named if placement_of(item[1]).experts is not None]
+        apart = {name for name, _ in (*tied, *experts)}
+        rest = [item for item in named if item[0] not in apart]
+        assert expert_replica is not None or not experts, "a stage with experts needs their replicas"
         self.units = tuple(
             FlatUnit(
                 members,
                 zero_stage=config.stage,
-                replica=replica,
+                replica=axis,
                 tensor=tensor,
                 dtype=dtype,
                 device=device or torch.device("cpu"),
+                compression=compression,
             )
-            for members in (tied, rest)
+            for members, axis in ((tied, replica), (rest, replica), (experts, expert_replica or replica))
             if members
         )
         self.tied_unit = self.units[0] if tied else None
@@ -360,6 +410,8 @@ class ShardedStage:
             unit.reduce_grad()
 
     def finish_step(self) -> None:
+        for unit in self.units:
+            unit.advance_reduction()
         for unit in self.units:
             unit.wait_reduction()
 

@@ -25,6 +25,50 @@ TINY: dict[str, dict[str, Any]] = {
     "checkpoint": {"enabled": False},
 }
 
+# The model of one mixture each, with every auxiliary loss between them: what `tiny_config(model=...)` takes.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "moe": {
+            "num_experts": 4,
+            "expert_intermediate_size": 24,
+            "load_balance_loss": 0.02,
+            "z_loss": 0.001,
+        }
+    },
+    "qwen3_moe": {
+        "head_dim": 16,
+        "qk_norm": True,
+        "moe": {
+            "num_experts": 8,
+            "expert_intermediate_size": 12,
+            "load_balance_loss": 0.02,
+            "load_balance_scope": "global_batch",
+        },
+    },
+    "deepseek_v3": {
+        "mla": {
+            "kv_lora_rank": 16,
+            "q_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+        "moe": {
+            "num_experts": 8,
+            "expert_intermediate_size": 12,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "router": "sigmoid",
+            "routed_scaling_factor": 2.5,
+            "num_groups": 4,
+            "num_groups_per_token": 2,
+            "bias_update_speed": 0.01,
+            "sequence_balance_loss": 0.01,
+        },
+        "mtp": {"num_modules": 1},
+    },
+}
+
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """`first` with the values of `second` put in, nested."""

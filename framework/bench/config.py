@@ -35,3 +35,132 @@ class ScheduleBenchConfig:
                 f"num_microbatches={list(self.num_microbatches)}: one number or more, each at least 1, as in "
                 "num_microbatches=[20,32]"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P2PBenchConfig:
+    """`counterflow bench p2p`.
+
+    tensor_mib: sizes of an activation. chunk_kib: sizes of a chunk, each beside the whole transfer.
+    mbit_per_s: rates of emulated links beside loopback; [] measures loopback only.
+    action_ms: what F, I and W sleep in a step. repeats: counted repeats of each case.
+    """
+
+    tensor_mib: tuple[float, ...] = (4.0,)
+    chunk_kib: tuple[int, ...] = (256, 1024)
+    mbit_per_s: tuple[float, ...] = (1000.0,)
+    num_ranks: int = 4
+    action_ms: float = 30.0
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_ranks <= 64:
+            raise ValueError(f"num_ranks={self.num_ranks}: a link has two ends; from 2 to 64")
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats}: must be at least 1")
+        if not self.action_ms > 0:
+            raise ValueError(
+                f"action_ms={self.action_ms}: a positive time in milliseconds; 30 is the default"
+            )
+        for name, smallest in (("tensor_mib", 0.25), ("chunk_kib", 4), ("mbit_per_s", 1)):
+            values = getattr(self, name)
+            if any(value < smallest for value in values) or not (values or name == "mbit_per_s"):
+                raise ValueError(f"{name}={list(values)}: one number or more, each at least {smallest}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBenchConfig:
+    """`counterflow bench optimizer`.
+
+    num_steps: in a row, for it is between two steps that something is gained. repeats: counted rows of each kind.
+    """
+
+    schedules: tuple[str, ...] = ("1f1b", "zb1p", "zb_h2", "zbv", "dualpipe")
+    num_ranks: int = 4
+    num_microbatches: int = 8
+    action_ms: float = 30.0
+    num_steps: int = 6
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("num_ranks", 1), ("num_microbatches", 1), ("num_steps", 2), ("repeats", 1)):
+            if getattr(self, name) < smallest:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {smallest}")
+        if not self.action_ms > 0:
+            raise ValueError(
+                f"action_ms={self.action_ms}: a positive time in milliseconds; 30 is the default"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapBenchConfig:
+    """`counterflow bench overlap`: two pipeline ranks by two that exchange tokens.
+
+    mode: `sleep` (attention and experts sleep phase_ms in each of F, I and W), `compute` (they compute), or both.
+    schedules: of those that have pairs. num_microbatches: of a step. repeats: counted steps with overlap, and without.
+    alltoall_share: of a sleeping layer's time, what its exchanges of tokens take where nothing hides them.
+    mbit_per_s: what each rank sends at most. network: `namespaces` (an emulated link; Linux, root), `injected` (a
+        wait per byte in the exchange), or `auto`: the first where it can be made.
+    tokens: of a micro-batch on one rank, in `compute`.
+    """
+
+    mode: Literal["sleep", "compute", "both"] = "sleep"
+    schedules: tuple[str, ...] = ("dualpipe",)
+    num_microbatches: int = 20
+    repeats: int = 5
+    phase_ms: float = 20.0
+    alltoall_share: float = 0.35
+    mbit_per_s: float = 400.0
+    network: Literal["auto", "namespaces", "injected"] = "auto"
+    tokens: int = 512
+
+    def __post_init__(self) -> None:
+        known = ("dualpipe", "dualpipe_v", "interleaved_1f1b")
+        if unknown := [name for name in self.schedules if name not in known]:
+            raise ValueError(f"schedules={unknown}: has no pairs to overlap; choose from {', '.join(known)}")
+        if not self.schedules:
+            raise ValueError("schedules=[]: nothing to measure; name one, as in schedules=[dualpipe]")
+        if self.num_microbatches < 4 or self.num_microbatches % 2:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches}: an even number, at least 4, for both directions"
+            )
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats}: must be at least 1")
+        for name in ("phase_ms", "mbit_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: set it above 0")
+        if not 0 < self.alltoall_share < 1:
+            raise ValueError(
+                f"alltoall_share={self.alltoall_share}: a share between 0 and 1, 0.35 is the default"
+            )
+        if self.tokens < 64 or self.tokens % 64:
+            raise ValueError(f"tokens={self.tokens}: a multiple of 64, the length of a sequence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionBenchConfig:
+    """`counterflow bench compression`.
+
+    methods: options of `compression`, beside `none`. model: an option of `model`, whose gradient is summed.
+    everywhere: every rank gets the whole sum (ZeRO 0), or its own range (ZeRO 1 to 3).
+    mbit_per_s: what each rank sends at most on an emulated link, beside loopback; null measures loopback only.
+    compute_ms: what a step sleeps before its reduction. repeats: counted steps of each method.
+    """
+
+    methods: tuple[str, ...] = ("onebit", "int8", "int4", "fp8", "topk", "powersgd")
+    model: str = "small"
+    num_ranks: int = 2
+    everywhere: bool = True
+    mbit_per_s: float | None = 200.0
+    compute_ms: float = 0.0
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_ranks <= 64:
+            raise ValueError(f"num_ranks={self.num_ranks}: a sum is of several ranks; from 2 to 64")
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats}: must be at least 1")
+        if self.compute_ms < 0:
+            raise ValueError(f"compute_ms={self.compute_ms}: a time in milliseconds, 0 or more")
+        if self.mbit_per_s is not None and not self.mbit_per_s >= 1:
+            raise ValueError(f"mbit_per_s={self.mbit_per_s}: at least 1, or null for loopback only")

@@ -142,13 +142,15 @@ def our_step(
     shape: tuple[int, ...],
     group: dist.ProcessGroup,
     sleeper: Sleeper,
+    *,
+    p2p_chunk_bytes: int | None = None,
 ) -> Callable[[], None]:
     """A step of this project's runtime over sleeping stages; activations have `shape`."""
     lowered = lower(schedule, zero_stage=0, early_sends=True)
     stages: dict[int, Stage] = {}
     for index in schedule.stages_of(dist.get_rank()):
         stages[index] = SleepingStage(index, costs, shape, sleeper)
-    runtime = Runtime(stages, lowered, group=group)
+    runtime = Runtime(stages, lowered, group=group, p2p_chunk_bytes=p2p_chunk_bytes)
     microbatches = [torch.zeros(shape) for _ in range(schedule.num_microbatches)]
 
     def step() -> None:

@@ -2,7 +2,8 @@
 
 A checkpoint names tensors by their place in the whole model and stores axis-aligned boxes of them, so nothing
 in it depends on the layout that wrote it. A ZeRO shard is a flat range of a parameter, which is at most
-2n - 1 boxes of an n-d tensor; a tensor-parallel shard is one box, of which padding is cut off.
+2n - 1 boxes of an n-d tensor; a tensor-parallel shard is one box, of which padding is cut off. Experts are at
+their global index, a box for each run of neighbours.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel.parameters import ParameterPlacement
+from parallel.parameters import ParameterPlacement, expert_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,16 +144,30 @@ def shard_boxes(
     numel = math.prod(local_shape)
     boxes: list[TensorBox] = []
     for box in boxes_of_range(local_shape, min(start, numel), min(start + flat.numel(), numel)):
-        found = globalize(box, placement.tensor_dim, placement.tensor_start, placement.global_shape)
-        if found is None:
-            continue
         local = flat[box.flat_start - start : box.flat_stop - start].view(box.sizes)
-        boxes.append(
-            TensorBox(
-                name=name,
-                global_shape=tuple(placement.global_shape),
-                offsets=found.offsets,
-                tensor=local[found.kept] if found.kept else local,
+        for found in _places(box, placement):
+            boxes.append(
+                TensorBox(
+                    name=name,
+                    global_shape=tuple(placement.global_shape),
+                    offsets=found.offsets,
+                    tensor=local[found.kept] if found.kept else local,
+                )
             )
-        )
     return tuple(boxes)
+
+
+def _places(box: Box, placement: ParameterPlacement) -> list[GlobalBox]:
+    """The parts of the whole tensor that a box of the local one is: none, one, or one for each run of experts."""
+    if placement.experts is None:
+        found = globalize(box, placement.tensor_dim, placement.tensor_start, placement.global_shape)
+        return [] if found is None else [found]
+    held = placement.experts[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+    return [
+        GlobalBox(
+            offsets=(held[begin], *box.offsets[1:]),
+            sizes=(end - begin, *box.sizes[1:]),
+            kept=(slice(begin, end), *(slice(0, size) for size in box.sizes[1:])),
+        )
+        for begin, end in expert_runs(held)
+    ]

@@ -88,16 +88,19 @@ class BoxSavePlanner(SavePlanner):
 class BoxLoadPlanner(LoadPlanner):
     """Fills `boxes` in place from every chunk that overlaps them, whatever layout wrote the chunks.
 
-    `partial`: tensors of the checkpoint that no rank asks for are left aside instead of refused.
+    `partial`: tensors of the checkpoint that no rank asks for are left aside instead of refused; those whose names
+    begin with one of `optional` always are.
     """
 
-    def __init__(self, boxes: Sequence[TensorBox], *, checkpoint: str, partial: bool) -> None:
+    def __init__(
+        self, boxes: Sequence[TensorBox], *, checkpoint: str, partial: bool, optional: tuple[str, ...] = ()
+    ) -> None:
         self._boxes: dict[str, list[TensorBox]] = defaultdict(list)
         for box in boxes:
             if box.tensor.numel():
                 self._boxes[box.name].append(box)
         self._checkpoint = checkpoint
-        self._partial = partial
+        self._partial, self._optional = partial, optional
         self._stored: dict[str, TensorStorageMetadata] = {}
 
     def set_up_planner(
@@ -131,7 +134,8 @@ class BoxLoadPlanner(LoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Raises ValueError: where no rank asks for some tensor of the checkpoint, unless `partial`."""
-        unused = set(self._stored) - {item.dest_index.fqn for plan in global_plan for item in plan.items}
+        unused = {name for name in self._stored if not name.startswith(self._optional)}
+        unused -= {item.dest_index.fqn for plan in global_plan for item in plan.items}
         if unused and not self._partial:
             raise ValueError(
                 f"'{self._checkpoint}' holds {len(unused)} tensors that no rank has a place for, such as "

@@ -67,19 +67,21 @@ def load(
     group: dist.ProcessGroup | None,
     verify_checksums: bool = True,
     partial: bool = False,
+    optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Fill the tensors of `boxes` in place from the checkpoint `folder`, and return its metadata and `step`.
 
     Any layout loads what any layout saved. Every file is checked before the first tensor is touched: its size,
     and with `verify_checksums` its crc32, each file by one rank. Floating-point dtypes are converted to that of
-    the box. group: None is this process alone. partial: leave aside tensors that no rank asks for.
+    the box. group: None is this process alone. partial: leave aside tensors that no rank asks for; optional: only
+    those whose names begin so.
 
     Raises, on every rank alike, ValueError: where a tensor is missing or has another shape, the checkpoint has
     tensors that no rank asks for, or an unknown format version. CheckpointError: where a file is damaged,
     naming it and an older whole checkpoint.
     """
     reader = SafetensorsReader(folder, group, verify_checksums=verify_checksums)
-    planner = BoxLoadPlanner(boxes, checkpoint=str(folder), partial=partial)
+    planner = BoxLoadPlanner(boxes, checkpoint=str(folder), partial=partial, optional=optional)
     with _agreed_errors(f"checkpoint '{folder}' was not loaded", lambda: remedy(folder)):
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     return {"step": reader.manifest.step, **reader.manifest.metadata}

@@ -1,9 +1,9 @@
 """Batches of tokens: which samples a step takes, and reading them from the shards.
 
 Everything is a pure function of the step: position k of the endless sequence of epochs is sample
-`permutation(epoch, k mod num_samples)`, and step t takes positions [t * global_batch_size, (t+1) *
-global_batch_size). The layout only decides which rank reads which of them, so a run resumes at any step, in any
-layout, without repeating or losing a sample.
+`permutation(epoch, k mod num_samples)`, and the batch plan says which positions a step takes. The layout only
+decides which rank reads which of them, so a run resumes at any step, in any layout, without repeating or losing
+a sample.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from framework.data.batch_plan import BatchPlan
 from framework.data.shards import SplitIndex, read_index
 
 _ROUNDS = 6
@@ -98,17 +99,19 @@ def sample_order(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return permute(np.arange(num_samples), num_samples, seed, epoch)
 
 
-def global_batch_indices(step: int, global_batch_size: int, num_samples: int, seed: int) -> NDArray[np.int64]:
-    """The samples of `step` (from 0), in order; each sample once an epoch, every epoch in another order.
+def batch_indices(first_sample: int, size: int, num_samples: int, seed: int) -> NDArray[np.int64]:
+    """The samples at positions [first_sample, first_sample + size), in order.
+
+    Each sample comes once an epoch, every epoch in another order.
 
     Raises ValueError: where an epoch is smaller than one batch.
     """
-    if num_samples < global_batch_size:
+    if num_samples < size:
         raise ValueError(
-            f"{num_samples} samples are fewer than one global batch of {global_batch_size}; give more text or "
+            f"{num_samples} samples are fewer than one global batch of {size}; give more text or "
             "lower data.seq_length, data.micro_batch_size or the micro-batches"
         )
-    positions = np.arange(step * global_batch_size, (step + 1) * global_batch_size)
+    positions = np.arange(first_sample, first_sample + size)
     epochs, within = np.divmod(positions, num_samples)
     parts = [permute(within[epochs == epoch], num_samples, seed, int(epoch)) for epoch in np.unique(epochs)]
     return np.concatenate(parts)
@@ -120,17 +123,23 @@ class Batch:
 
     tokens, targets: int64 of shape [micro_batch_size, seq_length].
     num_valid_tokens: targets of the *whole* global batch, by which the loss divides.
+    num_samples: of the whole global batch.
     """
 
     tokens: list[Tensor]
     targets: list[Tensor]
     num_valid_tokens: int
+    num_samples: int
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.tokens)
 
 
 class BatchLoader:
     """Reads this rank's part of any step. Its only state is the step it is asked for.
 
-    Of a global batch, micro-batch m of data-parallel rank d takes samples
+    plan: which samples a step takes. Of a global batch, micro-batch m of data-parallel rank d takes samples
     [(m * data_parallel_size + d) * micro_batch_size, ...).
     """
 
@@ -141,7 +150,7 @@ class BatchLoader:
         seed: int,
         seq_length: int,
         micro_batch_size: int,
-        num_microbatches: int,
+        plan: BatchPlan,
         data_parallel_rank: int,
         data_parallel_size: int,
     ) -> None:
@@ -149,7 +158,9 @@ class BatchLoader:
         self._dataset = dataset
         self._seed = seed
         self._seq_length = seq_length
-        self._shape = (num_microbatches, data_parallel_size, micro_batch_size)
+        self.plan = plan
+        self._shape = (-1, data_parallel_size, micro_batch_size)
+        assert plan.samples_per_microbatch == data_parallel_size * micro_batch_size
         self._data_parallel_rank = data_parallel_rank
         self._num_samples = dataset.num_samples(seq_length)
 
@@ -158,14 +169,10 @@ class BatchLoader:
         """Samples of the whole split."""
         return self._num_samples
 
-    @property
-    def global_batch_size(self) -> int:
-        num_microbatches, data_parallel_size, micro_batch_size = self._shape
-        return num_microbatches * data_parallel_size * micro_batch_size
-
     def indices(self, step: int) -> NDArray[np.int64]:
         """Samples of this rank at `step`, [num_microbatches, micro_batch_size]."""
-        chosen = global_batch_indices(step, self.global_batch_size, self._num_samples, self._seed)
+        batch = self.plan.at(step)
+        chosen = batch_indices(batch.first_sample, batch.num_samples, self._num_samples, self._seed)
         return chosen.reshape(self._shape)[:, self._data_parallel_rank]
 
     def batch(self, step: int) -> Batch:
@@ -179,8 +186,13 @@ class BatchLoader:
             samples = [self._dataset.sample(int(index), self._seq_length) for index in row]
             tokens.append(torch.stack([sample[0] for sample in samples]))
             targets.append(torch.stack([sample[1] for sample in samples]))
-        num_valid_tokens = self.global_batch_size * self._seq_length
-        return Batch(tokens=tokens, targets=targets, num_valid_tokens=num_valid_tokens)
+        num_samples = self.plan.at(step).num_samples
+        return Batch(
+            tokens=tokens,
+            targets=targets,
+            num_valid_tokens=num_samples * self._seq_length,
+            num_samples=num_samples,
+        )
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

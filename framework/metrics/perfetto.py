@@ -80,7 +80,10 @@ def _event(rank: int, interval: Interval, offset: float) -> dict[str, Any]:
 
 def _live_activations(rank: int, intervals: tuple[Interval, ...], offset: float) -> Iterator[dict[str, Any]]:
     live = 0
-    for interval in intervals:
+    ends = {
+        (each.activity, each.stage, each.microbatch): each for each in intervals
+    }  # the last slice of each
+    for interval in sorted(ends.values(), key=lambda each: each.end_s):
         if interval.activity is Activity.FORWARD:
             live += 1
         elif interval.activity in (Activity.BACKWARD, Activity.INPUT_GRADIENT):
@@ -98,16 +101,18 @@ def _live_activations(rank: int, intervals: tuple[Interval, ...], offset: float)
 
 def _flows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """An arrow for each activation and gradient that crossed ranks."""
-    found: dict[tuple[Kind, int, int], tuple[int, Interval]] = {}
+    first: dict[tuple[Kind, int, int], tuple[int, Interval]] = {}  # the first and the last slice of each
+    last: dict[tuple[Kind, int, int], tuple[int, Interval]] = {}
     for rank, trace in enumerate(timeline.traces):
         for interval in trace.intervals:
             if interval.activity in COMPUTE_ACTIVITIES and interval.activity is not Activity.WEIGHT_GRADIENT:
                 is_forward = interval.activity is Activity.FORWARD
                 assert interval.microbatch is not None
                 key = (Kind.F if is_forward else Kind.B, interval.stage, interval.microbatch)
-                found[key] = (rank, interval)
-    for number, ((kind, stage, microbatch), (rank, sent)) in enumerate(sorted(found.items())):
-        receiver = found.get((kind, stage + (1 if kind is Kind.F else -1), microbatch))
+                first.setdefault(key, (rank, interval))
+                last[key] = (rank, interval)
+    for number, ((kind, stage, microbatch), (rank, sent)) in enumerate(sorted(last.items())):
+        receiver = first.get((kind, stage + (1 if kind is Kind.F else -1), microbatch))
         if receiver is None or receiver[0] == rank:
             continue
         name = "activation" if kind is Kind.F else "gradient"

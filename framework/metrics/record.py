@@ -11,6 +11,72 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRecord:
+    """What one layer's router did in a step, over the global batch.
+
+    layer: its index in the model. load: each expert's share of all choices, dropped ones included.
+    imbalance: the largest load over the mean. entropy: of the router's distribution, in nats, the mean over tokens.
+    num_dropped: choices that found no room. sent_bytes: by all ranks in dispatch and combine, forward and backward.
+    load_balance_loss, sequence_balance_loss, z_loss: without their weights; None where off.
+    """
+
+    layer: int
+    load: tuple[float, ...]
+    imbalance: float
+    entropy: float
+    num_dropped: int
+    sent_bytes: int
+    load_balance_loss: float | None = None
+    sequence_balance_loss: float | None = None
+    z_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoERecord:
+    """The mixture-of-experts layers of a step. link_bytes: [i][j], sent from expert rank i to j, by all layers."""
+
+    layers: tuple[RoutingRecord, ...]
+    link_bytes: tuple[tuple[int, ...], ...]
+
+    def scalars(self) -> dict[str, float]:
+        """Flat numbers, the loads left out: `imbalance` (of the worst layer), `num_dropped`, `layer_3/entropy`."""
+        flat: dict[str, float] = {}
+        if self.layers:
+            flat["imbalance"] = max(each.imbalance for each in self.layers)
+            flat["num_dropped"] = sum(each.num_dropped for each in self.layers)
+        for each in self.layers:
+            for field in dataclasses.fields(each):
+                value = getattr(each, field.name)
+                if field.name not in ("layer", "load") and value is not None:
+                    flat[f"layer_{each.layer}/{field.name}"] = value
+        return flat
+
+    @staticmethod
+    def from_values(values: dict[str, Any]) -> MoERecord:
+        """The inverse of dataclasses.asdict."""
+        layers = tuple(RoutingRecord(**each) for each in values["layers"])
+        return MoERecord(layers=layers, link_bytes=values["link_bytes"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceRecord:
+    """How evenly the ranks of the expert axis are loaded, and what was moved after the step.
+
+    rank_imbalance: of this step, for each layer of experts the largest load of a rank over the mean.
+    The rest is None or 0 unless experts were to move after it: interval_before, interval_after: the same, the mean over
+    layers, of all loads since the last time, under the old and under the new placement; num_moved: experts that
+    changed rank; moved_bytes: masters and moments sent between ranks, copies of a layer counted each; move_s.
+    """
+
+    rank_imbalance: tuple[float, ...]
+    interval_before: float | None = None
+    interval_after: float | None = None
+    num_moved: int = 0
+    moved_bytes: int = 0
+    move_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One optimizer step, over all ranks.
 
@@ -30,6 +96,12 @@ class StepRecord:
     bytes_by_axis: bytes sent over each mesh axis by all ranks. peak_memory_bytes: the largest of any rank.
     peak_live_activations: micro-batches alive at once; peak_held_weight_grad_bytes: kept for deferred weight
     gradients; one value for each pipeline rank, the largest of its replicas.
+    compression_ratio: bytes that the reductions of gradients would have sent in fp32, over those they sent, of all
+    ranks. compression_error: the norm of what their messages left out, over that of what they were to say. None where
+    gradients are not compressed.
+    further_loss: of the further predictions of MTP modules, the mean over the modules, not weighted and not in `loss`;
+    None in a model without.
+    moe: the routers' part; None in a model without experts. balance: None where experts never move.
     validation_loss: None where this step did not evaluate.
     """
 
@@ -56,6 +128,11 @@ class StepRecord:
     peak_memory_bytes: int
     peak_live_activations: tuple[int, ...]
     peak_held_weight_grad_bytes: tuple[int, ...]
+    compression_ratio: float | None = None
+    compression_error: float | None = None
+    further_loss: float | None = None
+    moe: MoERecord | None = None
+    balance: BalanceRecord | None = None
     validation_loss: float | None = None
 
     def to_json(self) -> str:
@@ -72,8 +149,12 @@ class StepRecord:
             values = json.loads(line)
             for name, value in values.items():
                 values[name] = _read(value)
+            if values.get("moe") is not None:
+                values["moe"] = MoERecord.from_values(values["moe"])
+            if values.get("balance") is not None:
+                values["balance"] = BalanceRecord(**values["balance"])
             return StepRecord(**values)
-        except (TypeError, AttributeError, ValueError) as error:
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(f"not a step record ({error}): {line[:80]!r}") from None
 
     def scalars(self) -> dict[str, float]:
@@ -83,10 +164,15 @@ class StepRecord:
         """
         flat: dict[str, float] = {}
         for field in dataclasses.fields(self):
-            if field.name != "step":
+            if field.name not in ("step", "moe", "balance"):
                 flat |= dict(_flat(field.name, getattr(self, field.name)))
         for category, seconds in self.time_s.items():
             flat[f"time_share/{category}"] = sum(seconds) / (len(seconds) * self.step_s)
+        if self.moe is not None:
+            flat |= {f"moe/{name}": value for name, value in self.moe.scalars().items()}
+        if self.balance is not None:
+            for field in dataclasses.fields(self.balance):
+                flat |= dict(_flat(f"balance/{field.name}", getattr(self.balance, field.name)))
         return flat
 
 

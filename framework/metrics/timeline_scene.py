@@ -23,6 +23,7 @@ WAIT_COLOURS = {
     Activity.RECEIVE_WAIT: "#f4d58a",
     Activity.SEND_WAIT: "#d3b4e6",
     Activity.COLLECTIVE_WAIT: "#a5dcd6",
+    Activity.EXPERT_WAIT: "#e58f84",
     Activity.REDUCE: "#f0b3cc",
     Activity.OPTIMIZER: "#b4bcc8",
 }
@@ -30,6 +31,7 @@ _WAIT_MEANINGS = {
     Activity.RECEIVE_WAIT: "receive wait",
     Activity.SEND_WAIT: "send wait",
     Activity.COLLECTIVE_WAIT: "collective wait (parameters, gradient norm)",
+    Activity.EXPERT_WAIT: "expert wait (tokens on their way, exposed)",
     Activity.REDUCE: "gradient reduction",
     Activity.OPTIMIZER: "optimizer",
 }

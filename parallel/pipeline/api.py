@@ -19,6 +19,7 @@ from torch import nn
 
 from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.generate import generate
+from parallel.pipeline.overlap import Interleaver
 from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
@@ -64,6 +65,8 @@ def build_pipeline(
     device: torch.device | None = None,
     early_sends: bool = True,
     uniform_shapes: bool = True,
+    p2p_chunk_bytes: int | None = None,
+    interleaver: Interleaver | None = None,
 ) -> Pipeline:
     """A pipeline over the ranks of `group`; every rank of it calls this.
 
@@ -75,6 +78,9 @@ def build_pipeline(
         another number) and where it lets one choose `num_chunks` of a rank, or a Schedule of compute actions.
     early_sends: send each gradient before the weight gradients of its backward, each activation before the
         backward it is paired with.
+    p2p_chunk_bytes: larger tensors travel between stages in chunks of at most this; None: whole.
+    interleaver: where modules exchange tokens with other ranks, what they call `wait` of once a transfer has started
+        (parallel/pipeline/overlap.py); the halves of a pair then run together.
     group: None is every rank, or this process alone where torch.distributed is not initialised. Two-copy
         schedules start both copies of a stage from the parameters of the lower rank, and sum their gradients.
 
@@ -84,6 +90,7 @@ def build_pipeline(
         group = dist.group.WORLD
     num_ranks = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
+    overlap = interleaver is not None and interleaver.overlap
     reschedule: Callable[[int], Schedule] | None = None
     if isinstance(schedule, str):
         name = schedule
@@ -92,7 +99,7 @@ def build_pipeline(
 
         def with_count(count: int) -> Schedule:
             made = generate(name, num_ranks, count, num_chunks=num_chunks)
-            return lower(made, zero_stage=0, early_sends=early_sends)
+            return lower(made, zero_stage=0, early_sends=early_sends, overlap=overlap)
 
         reschedule = with_count
         schedule = generate(name, num_ranks, num_microbatches, num_chunks=num_chunks)
@@ -105,7 +112,7 @@ def build_pipeline(
             f"the schedule '{schedule.name}' is for {schedule.num_ranks} ranks and the group has {num_ranks}; "
             "generate it for the size of the group"
         )
-    lowered = lower(schedule, zero_stage=0, early_sends=early_sends)
+    lowered = lower(schedule, zero_stage=0, early_sends=early_sends, overlap=overlap)
     verify(lowered)
     stages: dict[int, Stage] = {}
     for index in sorted(set(lowered.stages_of(rank))):
@@ -128,6 +135,8 @@ def build_pipeline(
             device=device,
             reschedule=reschedule,
             uniform_shapes=uniform_shapes,
+            p2p_chunk_bytes=p2p_chunk_bytes,
+            interleaver=interleaver,
         )
     )
 

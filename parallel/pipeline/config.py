@@ -103,6 +103,9 @@ class ScheduleConfig:
     search_seed: for `auto`; the same seed finds the same schedule.
     early_sends: let an activation leave before the backward it is paired with, and a gradient before the weight
         gradients of its backward; costs the memory that W of one more micro-batch needs.
+    overlap: where tokens travel to experts on other ranks, run the halves of a pair together, each computing while
+        the other's tokens are on their way; pairs then leave the rank whole, whatever early_sends. Pairs are what
+        dualpipe and dualpipe_v have, and what interleaved_1f1b gets, for one more micro-batch's activations.
     """
 
     name: str = "1f1b"
@@ -112,6 +115,7 @@ class ScheduleConfig:
     memory_limit_activations: int | None = None
     search_seed: int = 0
     early_sends: bool = True
+    overlap: bool = True
     costs: CostsConfig = field(default_factory=CostsConfig)
 
     def __post_init__(self) -> None:

@@ -12,12 +12,21 @@ A gloo send reports completion only to `wait`, so polling it would keep every bu
 gradient of micro-batch k coming back proves that its activation arrived: that send is then waited for, at
 once. Gradient sends have no answer, nor have activations in evaluation; per channel the oldest is waited for
 when more than `_MAX_UNANSWERED` a rank are out, more than a verified schedule lets a peer fall behind.
+
+Note [Chunks]
+With `chunk_bytes` a larger tensor travels as several messages, cut along its leading dims, so that both ends
+know the cuts from shape and dtype and headers stay as they are. Every chunk is received into its place in the
+whole tensor and all are posted at once: a window of two chunks would need this process to wake for each one,
+and would leave the rest of the tensor on the other side of the compute that is to hide it. What chunks buy is
+at the sender: a tensor that is not contiguous is copied chunk by chunk, the next one while the last is on its
+way. Those copies are kept rather than reused, for a gloo send ends only once its receive has been posted.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -57,6 +66,20 @@ class TensorSpec(NamedTuple):
     def is_differentiable(self) -> bool:
         """Whether a gradient of the same shape travels back."""
         return self.dtype.is_floating_point
+
+
+def pieces_of(tensor: Tensor, chunk_bytes: int | None) -> list[Tensor]:
+    """`tensor` cut along its leading dims into views of at most `chunk_bytes`, in memory order; None: whole.
+
+    Rows stay whole where they fit, so a piece may be smaller. Views of a contiguous tensor are contiguous.
+    """
+    if chunk_bytes is None or tensor.nbytes <= chunk_bytes or tensor.dim() == 0:
+        return [tensor]
+    rows = tensor.shape[0]
+    at_once = chunk_bytes * rows // tensor.nbytes
+    if at_once > 0:
+        return [tensor[first : first + at_once] for first in range(0, rows, at_once)]
+    return [piece for row in range(rows) for piece in pieces_of(tensor[row], chunk_bytes)]
 
 
 def specs_of(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
@@ -178,7 +201,8 @@ class Transport:
     """Sends and receives of one rank along the pipeline axis.
 
     group carries messages to higher ranks of the pipeline, reverse_group to lower ones; peers are ranks
-    within the group. Bytes are counted under the axis name `pipeline`.
+    within the group. Bytes are counted under the axis name `pipeline`. chunk_bytes: larger tensors travel as
+    several messages (see Note [Chunks]), the same on every rank; None: each as one.
     """
 
     def __init__(
@@ -188,7 +212,9 @@ class Transport:
         *,
         device: torch.device,
         meter: ByteMeter | None = None,
+        chunk_bytes: int | None = None,
     ) -> None:
+        self._chunk_bytes = chunk_bytes
         self._group, self._reverse_group, self._meter = group, reverse_group, meter
         self.device = device
         self.rank = 0 if group is None else group.rank()
@@ -243,15 +269,13 @@ class Transport:
         are not.
         """
         flow = self._outgoing.setdefault((peer, channel), _Outgoing())
-        payload = tuple(
-            tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors
-        )
         works: list[dist.Work] = []
+        header: list[Tensor] = []
         if channel.kind is Kind.SEND_F:
-            specs = specs_of(payload)
+            specs = specs_of(tensors)
             if not (flow.uniform and flow.specs is not None):
                 flow.specs, flow.uniform = specs, uniform
-                payload = (encode_header(specs, uniform=uniform).to(self.device), *payload)
+                header = [encode_header(specs, uniform=uniform).to(self.device)]
             elif specs != flow.specs:
                 raise ValueError(
                     f"stage {channel.stage - 1} returned {specs} for micro-batch {microbatch} and {flow.specs} "
@@ -259,15 +283,21 @@ class Transport:
                     "depends on values needs uniform_shapes=False"
                 )
         group, group_peer = self._link(peer, channel)
+        messages: list[Tensor] = []
         try:
-            for tensor in payload:
+            for piece in chain(
+                header, *(pieces_of(tensor.detach(), self._chunk_bytes) for tensor in tensors)
+            ):
+                # A copy where it is not contiguous: of this piece, while those before it are on their way.
+                message = piece.contiguous()
+                messages.append(message)
                 # The group's own call: dist.isend checks again, on every message, what holds for the channel.
-                works.append(group.send([tensor], group_peer, channel.tag))
+                works.append(group.send([message], group_peer, channel.tag))
         except RuntimeError as error:
             raise self._failure("sent to", peer, channel, microbatch, error) from error
         if self._meter is not None:
-            self._meter.add("pipeline", sum(tensor.nbytes for tensor in payload))
-        flow.sent.append(_Sent(microbatch, works, payload))
+            self._meter.add("pipeline", sum(message.nbytes for message in messages))
+        flow.sent.append(_Sent(microbatch, works, tuple(messages)))
         is_unanswered = channel.kind is Kind.SEND_B or not torch.is_grad_enabled()
         while is_unanswered and len(flow.sent) > _MAX_UNANSWERED * self.size:
             self._retire(peer, channel, flow.sent.popleft())
@@ -328,7 +358,11 @@ class Transport:
         receipt.tensors = tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
         )
-        receipt.works = [self._irecv(tensor, receipt) for tensor in receipt.tensors]
+        receipt.works = [
+            self._irecv(piece, receipt)
+            for tensor in receipt.tensors
+            for piece in pieces_of(tensor, self._chunk_bytes)
+        ]
 
     def _irecv(self, tensor: Tensor, receipt: Receipt) -> dist.Work:
         group, group_peer = self._link(receipt.peer, receipt.channel, receiving=True)

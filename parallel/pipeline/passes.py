@@ -33,38 +33,83 @@ _WEIGHT_GRADIENTS = frozenset(kind for kind, rule in RULES.items() if Value.WEIG
 
 
 def lower(
-    schedule: Schedule, *, zero_stage: int, reshard_after: str = "use", early_sends: bool = False
+    schedule: Schedule,
+    *,
+    zero_stage: int,
+    reshard_after: str = "use",
+    early_sends: bool = False,
+    overlap: bool = False,
 ) -> Schedule:
     """From compute actions to what the runtime executes.
 
     zero_stage: 3 adds UNSHARD and RESHARD; gradients are reduced at every stage.
     reshard_after: see `add_unshard`. early_sends: see `send_early`.
+    overlap: the runtime runs the halves of a pair together (parallel/pipeline/overlap.py), so pairs stay whole, and
+        interleaved_1f1b gets some (`pair_chunks`).
 
     Raises ValueError: an unknown `zero_stage` or `reshard_after`. ScheduleError: the schedule cannot run.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero.stage={zero_stage}: ZeRO has the stages 0 to 3; choose one of them")
+    if overlap and schedule.name == "interleaved_1f1b":
+        schedule = pair_chunks(schedule)
     if early_sends:
-        schedule = send_early(schedule)
+        schedule = send_early(schedule, keep_pairs=overlap)
     schedule = merge_backward(add_communication(schedule))
     if zero_stage == 3:
         schedule = add_unshard(schedule, reshard_after=reshard_after)
     return add_reduce_grad(schedule)
 
 
-def send_early(schedule: Schedule) -> Schedule:
+def pair_chunks(schedule: Schedule) -> Schedule:
+    """Make every backward and the forward right after it an overlapped pair, where a rank has several stages.
+
+    Not the forward before it: in the steady state of interleaved 1F1B the last rank's backward needs that one. The
+    pairs therefore leave each rank one more forward ahead, whose activations it holds.
+    """
+    if schedule.num_stages == schedule.num_ranks:
+        # In 1F1B a forward comes from the turn before: a pair would wait for it every other turn.
+        return schedule
+    return schedule.with_actions(list(_paired(actions)) for actions in schedule.actions)
+
+
+def _paired(actions: Sequence[Action]) -> Iterator[Action]:
+    index = 0
+    while index < len(actions):
+        action = actions[index]
+        follower = actions[index + 1] if index + 1 < len(actions) else action
+        if action.kind is Kind.B and follower.kind is Kind.F:
+            yield Action.pair(follower, action)
+            index += 2
+        else:
+            yield action
+            index += 1
+
+
+def why_not_overlapped(schedule: Schedule) -> str | None:
+    """Why `schedule` hides no token exchange, in words for a log; None where it has pairs."""
+    if any(action.kind is Kind.OVERLAP_F_B for actions in schedule.actions for action in actions):
+        return None
+    return (
+        f"schedule {schedule.name} has no pairs of a forward and a backward, so every exchange of tokens is waited for "
+        "(expert_wait in the record); dualpipe, dualpipe_v and interleaved_1f1b hide them"
+    )
+
+
+def send_early(schedule: Schedule, *, keep_pairs: bool = False) -> Schedule:
     """Let every result leave as soon as it is there: the order of the work stays, what waits for it starts earlier.
 
     A backward whose gradient goes to another rank becomes I, whose result is sent, and W right after it; a pair
     is taken apart, so that its activation leaves before its backward runs. The price is memory: between I and W a
-    rank keeps what the weight gradients of one more micro-batch need. Where a pair's halves truly run together,
-    leave it whole.
+    rank keeps what the weight gradients of one more micro-batch need.
+
+    keep_pairs: leave pairs whole, for their halves truly run together.
     """
     return schedule.with_actions(
         [
             part
             for action in actions
-            for leaf in action.leaves
+            for leaf in ((action,) if keep_pairs else action.leaves)
             for part in (_split(leaf) if _leaves_rank(schedule, leaf) else (leaf,))
         ]
         for actions in schedule.actions

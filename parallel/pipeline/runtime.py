@@ -5,23 +5,39 @@ One process with one stage runs through the same handlers; there is no other pat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Axis, ByteMeter, all_reduce
-from parallel.pipeline.action import RECEIVES, Action, Kind, Schedule
-from parallel.pipeline.p2p import Channel, Receipt, Transport, specs_of
-from parallel.pipeline.passes import forward_only
+from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.ahead import forwards_ahead, unused_receives
+from parallel.pipeline.operation import (
+    LossFunction,
+    Microbatches,
+    Operation,
+    StepState,
+    as_tuple,
+    bind,
+    half_of,
+    random_state,
+    set_random_state,
+    split_microbatches,
+)
+from parallel.pipeline.overlap import Half, Interleaver
+from parallel.pipeline.p2p import Channel, Transport, specs_of
+from parallel.pipeline.passes import forward_only, why_not_overlapped
 from parallel.pipeline.stage import Stage
 from parallel.pipeline.trace import Activity, Recorder, Trace
+from parallel.pipeline.verify import verify
 
-LossFunction = Callable[[Any, Any], Tensor]
-Microbatches = Tensor | Sequence[Any] | None
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +68,9 @@ class Runtime:
     reschedule: the lowered schedule for another number of micro-batches, for steps that have another.
     uniform_shapes: False where a stage's output shape depends on values; each activation then carries its
     shape, at the price of one more message.
+    p2p_chunk_bytes: tensors larger than this travel in chunks (see p2p.py); the same on every rank, None: whole.
+    interleaver: the communication point of the stages' modules; it runs the halves of a pair together. None: nothing
+    travels within a stage, and a pair is a forward and then a backward.
 
     Raises ValueError: where stages or group do not fit the schedule.
     """
@@ -67,9 +86,13 @@ class Runtime:
         meter: ByteMeter | None = None,
         reschedule: Callable[[int], Schedule] | None = None,
         uniform_shapes: bool = True,
+        p2p_chunk_bytes: int | None = None,
+        interleaver: Interleaver | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.transport = Transport(group, reverse_group or group, device=self.device, meter=meter)
+        self.transport = Transport(
+            group, reverse_group or group, device=self.device, meter=meter, chunk_bytes=p2p_chunk_bytes
+        )
         self.rank = self.transport.rank
         self.group = group
         if schedule.num_ranks != self.transport.size:
@@ -84,19 +107,26 @@ class Runtime:
             )
         self.stages = dict(stages)
         self.schedule = schedule
+        self.interleaver = interleaver
+        self._overlaps = interleaver is not None and interleaver.overlap
+        is_first = self.rank == 0 and (group is None or dist.get_rank() == 0)
+        if self._overlaps and is_first and (reason := why_not_overlapped(schedule)):
+            logger.warning("%s", reason)
         self._uniform_shapes = uniform_shapes
         self._is_broken = False
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
         self._recorder = Recorder(self.device)  # of the step under way
-        self._step = _StepState()
-        self._operations: dict[int, tuple[Schedule, tuple[_Operation, ...]]] = {}
-        self._handlers: dict[Kind, Callable[[_Operation], None]] = {
+        self._step = StepState()
+        self._operations: dict[int, tuple[Schedule, tuple[Operation, ...]]] = {}
+        self._aheads: dict[int, tuple[int, ...]] = {}
+        self._handlers: dict[Kind, Callable[[Operation], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._weight,
+            Kind.OVERLAP_F_B: self._pair,
             Kind.SEND_F: self._send_activation,
             Kind.RECV_F: self._receive_activation,
             Kind.SEND_B: self._send_gradient,
@@ -108,7 +138,7 @@ class Runtime:
         self.transport.connect(schedule)
 
     def schedule_for(self, num_microbatches: int | None) -> Schedule:
-        """The schedule of a step with so many micro-batches (None: as built), made once for each number.
+        """The schedule of a step with so many micro-batches (None: as built), made and verified once for each.
 
         Raises ValueError: where the runtime cannot make one, or the schedule does not fit the number.
         """
@@ -120,7 +150,9 @@ class Runtime:
                     f"num_microbatches={num_microbatches}: this pipeline was built from a schedule of "
                     f"{self.schedule.num_microbatches}; build it by the schedule's name to change the number"
                 )
-            self._schedules[num_microbatches] = self._reschedule(num_microbatches)
+            made = self._reschedule(num_microbatches)
+            verify(made)
+            self._schedules[num_microbatches] = made
         return self._schedules[num_microbatches]
 
     def step(
@@ -134,6 +166,7 @@ class Runtime:
         share_losses: bool = True,
         return_outputs: bool = False,
         recorder: Recorder | None = None,
+        validate: Callable[[], bool] | None = None,
     ) -> StepResult:
         """Forward and backward of every micro-batch; gradients are accumulated and reduced over copies.
 
@@ -144,6 +177,9 @@ class Runtime:
         loss_reduction: `mean` differentiates the mean over micro-batches, `sum` their sum.
         share_losses: every rank of the pipeline gets all losses (one small all-reduce).
         recorder: of a step that has begun and goes on afterwards (the optimizer); None: the step is this call.
+        validate: called once, on every rank, ahead of the first action that is not part of a forward, while the
+            gradients of the step before are still there; whether it changed the parameters, on all ranks or on
+            none. If so the forwards so far are thrown away and done again (Note [Running ahead] in ahead.py).
 
         Raises ValueError: where inputs or targets do not fit the schedule. PipelineError: where a peer is lost.
         """
@@ -152,9 +188,11 @@ class Runtime:
         schedule = self.schedule_for(num_microbatches)
         scale = 1.0 / schedule.num_microbatches if loss_reduction == "mean" else 1.0
         recorder = recorder or Recorder(self.device)
-        for stage in self.stages.values():
-            stage.parameters.begin_step()
-        return self._run(schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder)
+        if validate is None:
+            self._begin_step()
+        return self._run(
+            schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder, validate
+        )
 
     def evaluate(
         self,
@@ -202,33 +240,34 @@ class Runtime:
         share_losses: bool,
         return_outputs: bool,
         recorder: Recorder,
+        validate: Callable[[], bool] | None = None,
     ) -> StepResult:
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step failed, so the ranks are out of step; build the pipeline anew"
             )
         count, last = schedule.num_microbatches, schedule.num_stages - 1
-        self._step = step = _StepState(
+        self._step = step = StepState(
             schedule=schedule,
             loss_fn=loss_fn,
             loss_scale=scale,
-            inputs=_split("inputs", inputs, count) if 0 in self.stages else (),
-            targets=_split("targets", targets, count) if last in self.stages else (),
+            inputs=split_microbatches("inputs", inputs, count) if 0 in self.stages else (),
+            targets=split_microbatches("targets", targets, count) if last in self.stages else (),
             losses=torch.zeros(count, device=self.device),
             outputs={} if return_outputs else None,
         )
         if 0 in self.stages:
             for direction in range(schedule.num_directions):
                 shapes = {
-                    specs_of(_as_tuple(step.inputs[microbatch]))
+                    specs_of(as_tuple(step.inputs[microbatch]))
                     for microbatch in range(count)
                     if schedule.direction_of(microbatch) == direction
                 }
                 step.uniform[0, direction] = self._uniform_shapes and len(shapes) == 1
-        self._recorder = recorder
+        self._recorder, interleaver = recorder, self.interleaver
         try:
-            with recorder.pipeline():
-                self._execute(schedule)
+            with recorder.pipeline(), interleaver.step(recorder) if interleaver else nullcontext():
+                self._execute(schedule, validate)
         except BaseException:
             for stage in self.stages.values():
                 stage.discard()
@@ -239,18 +278,19 @@ class Runtime:
             with recorder.record(Activity.COLLECTIVE_WAIT):
                 all_reduce(step.losses, Axis(group=self.group))
         outputs = None if step.outputs is None else tuple(step.outputs.get(index) for index in range(count))
-        self._step = _StepState()
+        self._step = StepState()
         recorder.stop()
         return StepResult(losses=step.losses, outputs=outputs, recorder=recorder)
 
-    def _execute(self, schedule: Schedule) -> None:
+    def _begin_step(self) -> None:
+        for stage in self.stages.values():
+            stage.parameters.begin_step()
+
+    def _execute(self, schedule: Schedule, validate: Callable[[], bool] | None) -> None:
         """Every action of this rank, and the end of what they started."""
-        for operation in self._operations_of(schedule):
-            try:
-                operation.run(operation)
-            except Exception as error:
-                error.add_note(f"in action {operation.action} of pipeline rank {self.rank} ({schedule.name})")
-                raise
+        operations = self._operations_of(schedule)
+        first = 0 if validate is None else self._run_ahead(schedule, operations, validate)
+        self._do(schedule, operations[first:])
         begin = self._recorder.now()
         self.transport.finish_step()
         self._recorder.add(Activity.SEND_WAIT, -1, None, begin)
@@ -262,45 +302,89 @@ class Runtime:
                 stage.parameters.finish_step()
                 self._recorder.add(Activity.REDUCE, index, None, begin)
 
-    def _operations_of(self, schedule: Schedule) -> tuple[_Operation, ...]:
+    def _do(self, schedule: Schedule, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            try:
+                operation.run(operation)
+            except Exception as error:
+                error.add_note(f"in action {operation.action} of pipeline rank {self.rank} ({schedule.name})")
+                raise
+
+    def _run_ahead(
+        self, schedule: Schedule, operations: Sequence[Operation], validate: Callable[[], bool]
+    ) -> int:
+        """Do what may be done before `validate`, and call it; the number of operations done for good."""
+        if id(schedule) not in self._aheads:
+            self._aheads[id(schedule)] = forwards_ahead(schedule)
+        ahead = self._aheads[id(schedule)]
+        # What runs ahead has no pairs: an action is an operation.
+        count = ahead[self.rank]
+        generators = random_state(self.device)
+        begin = self._recorder.num_intervals
+        self._do(schedule, operations[:count])
+        end = self._recorder.num_intervals
+        if validate():
+            self._recorder.forget(begin, end)
+            self._take_back(schedule, ahead, operations[:count])
+            set_random_state(self.device, generators)
+            count = 0
+        self._begin_step()
+        return count
+
+    def _take_back(self, schedule: Schedule, ahead: Sequence[int], operations: Sequence[Operation]) -> None:
+        """Undo the forwards in `operations`: as if the step had not begun, on this rank and on the wire."""
+        receipts = self._step.receipts
+        for action in unused_receives(schedule, ahead, self.rank):
+            operation = self._operation(schedule, action)
+            if (action.stage, action.kind, operation.microbatch) not in receipts:
+                operation.run(operation)
+        for receipt in receipts.values():
+            self.transport.wait(receipt)
+        self.transport.finish_step()
+        whole: set[int] = set()
+        for operation in operations:
+            if operation.action.kind is Kind.UNSHARD:
+                whole.add(operation.stage.index)
+            elif operation.action.kind is Kind.RESHARD:
+                whole.discard(operation.stage.index)
+        for index, stage in self.stages.items():
+            if index in whole:
+                stage.parameters.reshard()
+            stage.discard()
+        self._step.restart()
+
+    def _operations_of(self, schedule: Schedule) -> tuple[Operation, ...]:
         """This rank's actions with all that can be known before the step, looked up once for each schedule."""
         if id(schedule) not in self._operations:
             made = tuple(
-                self._operation(schedule, leaf)
+                self._operation(schedule, each)
                 for action in schedule.actions[self.rank]
-                for leaf in action.leaves
+                for each in ((action,) if self._overlaps else action.leaves)
             )
             # The schedule is kept with them: its id must not be given to another.
             self._operations[id(schedule)] = (schedule, made)
         return self._operations[id(schedule)][1]
 
-    def _operation(self, schedule: Schedule, action: Action) -> _Operation:
-        index, microbatch = action.stage, -1 if action.microbatch is None else action.microbatch
-        neighbour = index + _STEP_TO_NEIGHBOUR.get(action.kind, 0)
-        peer = self.rank
-        if action.microbatch is not None and 0 <= neighbour < schedule.num_stages:
-            peer = schedule.rank_of(neighbour, microbatch)
-        receiver = index if action.kind in RECEIVES else neighbour
-        is_activation = action.kind in (Kind.SEND_F, Kind.RECV_F)
-        return _Operation(
-            run=self._handlers[action.kind],
-            action=action,
-            stage=self.stages[index],
-            microbatch=microbatch,
-            direction=0 if action.microbatch is None else schedule.direction_of(microbatch),
-            is_last=index == schedule.num_stages - 1,
-            peer=peer,
-            is_peer_here=peer == self.rank,
-            channel=Channel(receiver, Kind.SEND_F if is_activation else Kind.SEND_B),
-        )
+    def _operation(self, schedule: Schedule, action: Action) -> Operation:
+        return bind(schedule, action, rank=self.rank, stages=self.stages, handlers=self._handlers)
 
     # What others wait for comes first in each handler: after an idle wait every line costs cache misses.
 
-    def _forward(self, operation: _Operation) -> None:
+    def _forward(self, operation: Operation) -> None:
+        inputs = self._inputs_of(operation)
+        begin = self._recorder.now()
+        if self.interleaver is not None:
+            self.interleaver.alone(half_of(operation))
+        outputs = self._run_forward(operation, inputs)
+        self._recorder.add(Activity.FORWARD, operation.stage.index, operation.microbatch, begin)
+        self._pass_on(operation, outputs)
+
+    def _inputs_of(self, operation: Operation) -> tuple[Tensor, ...]:
+        """What the forward starts from, once it and the parameters are here."""
         step, stage, microbatch = self._step, operation.stage, operation.microbatch
         index, recorder = stage.index, self._recorder
         if index == 0:
-            inputs = _as_tuple(step.inputs[microbatch])
+            inputs = as_tuple(step.inputs[microbatch])
         elif receipt := step.receipts.pop((index, Kind.RECV_F, microbatch), None):
             begin = recorder.now()
             inputs = self.transport.wait(receipt)
@@ -312,18 +396,24 @@ class Runtime:
             inputs = step.handed.pop((index, Kind.F, microbatch))
             step.uniform[index, operation.direction] = step.uniform[index - 1, operation.direction]
         self._wait_unshard(stage, microbatch)
-        begin = recorder.now()
-        outputs = stage.forward(microbatch, inputs)
+        return inputs
+
+    def _run_forward(self, operation: Operation, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outputs = operation.stage.forward(operation.microbatch, inputs)
         if operation.is_last:
-            self._loss(stage, microbatch, outputs)
-        recorder.add(Activity.FORWARD, index, microbatch, begin)
+            self._loss(operation.stage, operation.microbatch, outputs)
+        return outputs
+
+    def _pass_on(self, operation: Operation, outputs: tuple[Tensor, ...]) -> None:
+        """What follows a forward: its outputs to the next stage's rank."""
+        step, index, microbatch = self._step, operation.stage.index, operation.microbatch
         if not operation.is_last:
             if operation.is_peer_here:
                 step.handed[index + 1, Kind.F, microbatch] = tuple(out.detach() for out in outputs)
             else:
                 step.to_send[index, Kind.F, microbatch] = outputs
         step.num_live += 1
-        recorder.peak_live_activations = max(recorder.peak_live_activations, step.num_live)
+        self._recorder.peak_live_activations = max(self._recorder.peak_live_activations, step.num_live)
 
     def _loss(self, stage: Stage, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         step = self._step
@@ -335,43 +425,98 @@ class Runtime:
             detached = tuple(out.detach() for out in outputs)
             step.outputs[microbatch] = detached[0] if len(detached) == 1 else detached
 
-    def _backward(self, operation: _Operation) -> None:
+    def _backward(self, operation: Operation) -> None:
+        grads = self._grads_of(operation)
+        defer = operation.action.kind is Kind.I
+        begin = self._recorder.now()
+        if self.interleaver is not None:
+            self.interleaver.alone(self._backward_half(operation))
+        grad_inputs = self._run_backward(operation, grads)
+        activity = Activity.INPUT_GRADIENT if defer else Activity.BACKWARD
+        self._recorder.add(activity, operation.stage.index, operation.microbatch, begin)
+        self._pass_back(operation, grad_inputs)
+        if defer:
+            self._count_held(0)
+
+    def _pair(self, operation: Operation) -> None:
+        """A forward and a backward together, see overlap.py; both wait for what they start from beforehand."""
+        assert self.interleaver is not None
+        forward, backward = operation.halves
+        inputs, grads = self._inputs_of(forward), self._grads_of(backward)
+        outputs: list[tuple[Tensor, ...]] = []
+        grad_inputs: list[tuple[Tensor, ...]] = []
+        self.interleaver.pair(
+            half_of(forward, lambda: outputs.append(self._run_forward(forward, inputs))),
+            self._backward_half(backward, lambda: grad_inputs.append(self._run_backward(backward, grads))),
+        )
+        self._pass_on(forward, outputs[0])
+        self._pass_back(backward, grad_inputs[0])
+
+    def _grads_of(self, operation: Operation) -> tuple[Tensor, ...] | None:
+        """What the backward starts from, once it and the parameters are here; None: from the loss."""
         step, stage, microbatch = self._step, operation.stage, operation.microbatch
         index, recorder = stage.index, self._recorder
         grads: tuple[Tensor, ...] | None = None
-        receipt: Receipt | None = None
         if not operation.is_last:
             if receipt := step.receipts.pop((index, Kind.RECV_B, microbatch), None):
                 begin = recorder.now()
                 grads = self.transport.wait(receipt)
                 recorder.add(Activity.RECEIVE_WAIT, index, microbatch, begin)
+                step.answers.append((receipt.peer, Channel(index + 1, Kind.SEND_F), microbatch))
             else:
                 grads = step.handed.pop((index, Kind.B, microbatch))
         self._wait_unshard(stage, microbatch)
-        defer = operation.action.kind is Kind.I
-        begin = recorder.now()
-        grad_inputs = stage.backward(microbatch, grads, defer=defer)
-        recorder.add(Activity.INPUT_GRADIENT if defer else Activity.BACKWARD, index, microbatch, begin)
+        return grads
+
+    def _run_backward(self, operation: Operation, grads: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        stage, microbatch = operation.stage, operation.microbatch
+        if operation.action.kind is Kind.I:
+            return stage.backward(microbatch, grads, defer=True)
+        if not self._fills(stage):
+            return stage.backward(microbatch, grads, defer=False)
+        grad_inputs = stage.backward(microbatch, grads, defer=True)
+        self._count_held(0)
+        stage.weight_backward(microbatch)
+        return grad_inputs
+
+    def _fills(self, stage: Stage) -> bool:
+        """Whether a full backward of `stage` puts its weight gradients off to where it waits for tokens."""
+        return self._overlaps and self.interleaver is not None and self.interleaver.has_points(stage.index)
+
+    def _backward_half(self, operation: Operation, run: Callable[[], None] | None = None) -> Half:
+        stage, microbatch = operation.stage, operation.microbatch
+        if operation.action.kind is Kind.I or not self._fills(stage):
+            return half_of(operation, run)
+
+        def fill() -> None:
+            self._count_held(stage.weight_backward_so_far(microbatch))
+
+        return half_of(operation, run, fill)
+
+    def _count_held(self, more_bytes: int) -> None:
+        """Keep the peak of what weight gradients hold: what they hold by now, and `more_bytes`."""
+        held_bytes = more_bytes + sum(stage.weight_grads.held_bytes for stage in self.stages.values())
+        recorder = self._recorder
+        recorder.peak_held_weight_grad_bytes = max(recorder.peak_held_weight_grad_bytes, held_bytes)
+
+    def _pass_back(self, operation: Operation, grad_inputs: tuple[Tensor, ...]) -> None:
+        """What follows a backward: its gradients to the rank of the stage before."""
+        step, index, microbatch = self._step, operation.stage.index, operation.microbatch
         if index > 0:
             if operation.is_peer_here:
                 step.handed[index - 1, Kind.B, microbatch] = grad_inputs
             else:
                 step.to_send[index, Kind.B, microbatch] = grad_inputs
         step.num_live -= 1
-        if receipt is not None:
-            step.answers.append((receipt.peer, Channel(index + 1, Kind.SEND_F), microbatch))
         if operation.is_peer_here:
             self._settle()
-        if defer:
-            held_bytes = sum(held.weight_grads.held_bytes for held in self.stages.values())
-            recorder.peak_held_weight_grad_bytes = max(recorder.peak_held_weight_grad_bytes, held_bytes)
 
-    def _weight(self, operation: _Operation) -> None:
+    def _weight(self, operation: Operation) -> None:
         begin = self._recorder.now()
         operation.stage.weight_backward(operation.microbatch)
         self._recorder.add(Activity.WEIGHT_GRADIENT, operation.stage.index, operation.microbatch, begin)
 
-    def _send_activation(self, operation: _Operation) -> None:
+    def _send_activation(self, operation: Operation) -> None:
         step, index, microbatch = self._step, operation.stage.index, operation.microbatch
         begin = self._recorder.now()
         outputs = step.to_send.pop((index, Kind.F, microbatch))
@@ -380,7 +525,7 @@ class Runtime:
         self._settle()
         self._recorder.add(Activity.SEND_WAIT, index, microbatch, begin)
 
-    def _send_gradient(self, operation: _Operation) -> None:
+    def _send_gradient(self, operation: Operation) -> None:
         index, microbatch = operation.stage.index, operation.microbatch
         begin = self._recorder.now()
         grads = self._step.to_send.pop((index, Kind.B, microbatch))
@@ -394,27 +539,27 @@ class Runtime:
         while answers:
             self.transport.answered(*answers.pop())
 
-    def _receive_activation(self, operation: _Operation) -> None:
+    def _receive_activation(self, operation: Operation) -> None:
         receipt = self.transport.receive(operation.peer, operation.channel, operation.microbatch, None)
         self._step.receipts[operation.stage.index, Kind.RECV_F, operation.microbatch] = receipt
 
-    def _receive_gradient(self, operation: _Operation) -> None:
+    def _receive_gradient(self, operation: Operation) -> None:
         step, stage, microbatch = self._step, operation.stage, operation.microbatch
         specs = tuple(spec for spec in specs_of(stage.outputs_of(microbatch)) if spec.is_differentiable)
         receipt = self.transport.receive(operation.peer, operation.channel, microbatch, specs)
         step.receipts[stage.index, Kind.RECV_B, microbatch] = receipt
 
-    def _unshard(self, operation: _Operation) -> None:
+    def _unshard(self, operation: Operation) -> None:
         begin = self._recorder.now()
         operation.stage.parameters.unshard()
         self._recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
 
-    def _reshard(self, operation: _Operation) -> None:
+    def _reshard(self, operation: Operation) -> None:
         begin = self._recorder.now()
         operation.stage.parameters.reshard()
         self._recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
 
-    def _reduce_grad(self, operation: _Operation) -> None:
+    def _reduce_grad(self, operation: Operation) -> None:
         begin = self._recorder.now()
         operation.stage.parameters.reduce_grad()
         self._recorder.add(Activity.REDUCE, operation.stage.index, None, begin)
@@ -423,84 +568,3 @@ class Runtime:
         begin = self._recorder.now()
         if stage.parameters.wait_unshard():
             self._recorder.add(Activity.COLLECTIVE_WAIT, stage.index, microbatch, begin)
-
-
-# The stage on the other end of what an action sends, receives or hands on.
-_STEP_TO_NEIGHBOUR = {
-    Kind.F: 1,
-    Kind.B: -1,
-    Kind.I: -1,
-    Kind.SEND_F: 1,
-    Kind.RECV_F: -1,
-    Kind.SEND_B: -1,
-    Kind.RECV_B: 1,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    """An action of this rank, bound to its handler.
-
-    peer: the rank of the neighbouring stage that the action's result goes to or comes from; itself where there is
-    none. channel: of a send or a receive.
-    """
-
-    run: Callable[[_Operation], None]
-    action: Action
-    stage: Stage
-    microbatch: int
-    direction: int
-    is_last: bool
-    peer: int
-    is_peer_here: bool
-    channel: Channel
-
-
-class _StepState:
-    """What lives for one step only."""
-
-    def __init__(
-        self,
-        *,
-        schedule: Schedule | None = None,
-        loss_fn: LossFunction | None = None,
-        loss_scale: float = 1.0,
-        inputs: tuple[Any, ...] = (),
-        targets: tuple[Any, ...] = (),
-        losses: Tensor | None = None,
-        outputs: dict[int, Any] | None = None,
-    ) -> None:
-        if schedule is not None and loss_fn is not None and losses is not None:
-            self.schedule, self.loss_fn, self.losses = schedule, loss_fn, losses
-        self.loss_scale, self.inputs, self.targets, self.outputs = loss_scale, inputs, targets, outputs
-        self.receipts: dict[tuple[int, Kind, int], Receipt] = {}
-        self.handed: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
-        self.to_send: dict[tuple[int, Kind, int], tuple[Tensor, ...]] = {}
-        self.answers: list[tuple[int, Channel, int]] = []
-        self.num_live = 0
-        self.uniform: dict[tuple[int, int], bool] = {}
-
-
-def _as_tuple(value: Any) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", value) if isinstance(value, tuple) else (cast(Tensor, value),)
-
-
-def _split(name: str, values: Microbatches, count: int) -> tuple[Any, ...]:
-    """One entry a micro-batch.
-
-    Raises ValueError: where there are not `count` of them.
-    """
-    if values is None:
-        raise ValueError(f"{name} is None on a rank that needs them; pass {count} micro-batches")
-    if isinstance(values, Tensor):
-        if values.shape[0] % count:
-            raise ValueError(
-                f"{name} has {values.shape[0]} rows, which {count} micro-batches do not divide; pass a list with one "
-                "entry a micro-batch"
-            )
-        return tuple(values.chunk(count))
-    if len(values) != count:
-        raise ValueError(
-            f"{name} has {len(values)} entries and the schedule {count} micro-batches; pass one for each"
-        )
-    return tuple(values)

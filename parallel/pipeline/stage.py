@@ -183,6 +183,10 @@ class Stage:
         """W: the weight gradients that I of `microbatch` left."""
         self.weight_grads.run(microbatch)
 
+    def weight_backward_so_far(self, microbatch: int) -> int:
+        """During I of `microbatch`: the weight gradients it has left until now; how many bytes they kept."""
+        return self.weight_grads.run_so_far(microbatch)
+
     def discard(self) -> None:
         """Drop every micro-batch in flight, after a step that failed."""
         self._in_flight.clear()

@@ -4,7 +4,8 @@ Note [Where the time of a step goes]
 A step is cut into categories that exclude each other and add up to it. Collectives of the tensor axis run
 inside forward and backward and count as such. What no interval covers is `other`: reading the batch, zeroing
 gradients, Python between two actions. An interval within another one (the wait for the gradient norm within
-the optimizer) is taken out of it.
+the optimizer, that for tokens within a forward) is taken out of it. The halves of an overlapped pair are recorded
+in slices, each from when the half is let run to when it lets the other run: two never cover the same moment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Activity(StrEnum):
 
     SEND_WAIT: handing a message over, and waiting for room or for its arrival.
     COLLECTIVE_WAIT: gathering parameters (UNSHARD), and what every rank waits for, the gradient norm.
+    EXPERT_WAIT: tokens on their way to experts and back, as far as no computation hides it.
     REDUCE: reducing gradients over the copies of a stage and over both ends of a tie.
     OPTIMIZER: clipping, the update, and publishing the new parameters.
     """
@@ -40,6 +42,7 @@ class Activity(StrEnum):
     RECEIVE_WAIT = "receive_wait"
     SEND_WAIT = "send_wait"
     COLLECTIVE_WAIT = "collective_wait"
+    EXPERT_WAIT = "expert_wait"
     REDUCE = "reduce"
     OPTIMIZER = "optimizer"
 
@@ -102,8 +105,12 @@ class Trace:
 
     @property
     def busy_s(self) -> float:
-        """Time in forward, backward and weight gradient."""
-        return sum(interval.duration_s for interval in self.compute)
+        """Time in forward, backward and weight gradient, without waits within them."""
+        return sum(
+            interval.duration_s
+            for interval in exclusive(self.intervals)
+            if interval.activity in COMPUTE_ACTIVITIES
+        )
 
     @property
     def span_s(self) -> float:
@@ -152,13 +159,17 @@ def account(intervals: Iterable[Interval], step_s: float) -> dict[str, float]:
 
 
 def mean_seconds(traces: Sequence[Trace]) -> dict[tuple[Activity, int], float]:
-    """Mean time of each compute activity on each stage, over micro-batches and the ranks that hold the stage."""
+    """Mean time of each compute activity on each stage, over micro-batches and the ranks that hold the stage.
+
+    All slices of an activity are one; waits within it are left out.
+    """
     each: dict[tuple[Activity, int], dict[tuple[int, int | None], float]] = defaultdict(
         lambda: defaultdict(float)
     )
     for rank, trace in enumerate(traces):
-        for interval in exclusive(trace.compute):
-            each[interval.activity, interval.stage][rank, interval.microbatch] += interval.duration_s
+        for interval in exclusive(trace.intervals):
+            if interval.activity in COMPUTE_ACTIVITIES:
+                each[interval.activity, interval.stage][rank, interval.microbatch] += interval.duration_s
     return {key: sum(times.values()) / len(times) for key, times in each.items()}
 
 
@@ -211,6 +222,15 @@ class Recorder:
     def add(self, activity: Activity, stage: int, microbatch: int | None, begin: Any) -> None:
         """An interval from `begin`, which `now` gave, until now: `record` without its overhead."""
         self._marks.append((activity, stage, microbatch, begin, self.now()))
+
+    @property
+    def num_intervals(self) -> int:
+        """So far."""
+        return len(self._marks)
+
+    def forget(self, begin: int, end: int) -> None:
+        """Drop the intervals from number `begin` up to `end`: of work that was thrown away, whose time is `other`."""
+        del self._marks[begin:end]
 
     @contextmanager
     def pipeline(self) -> Generator[None]:

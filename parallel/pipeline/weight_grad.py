@@ -3,15 +3,17 @@
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) split a backward into I, the input gradient that the
 previous stage waits for, and W, the weight gradient that nobody waits for. `split_linear` is the operator,
 `WeightGradStore` keeps what W needs under its micro-batch until the schedule asks for it. A store belongs to
-one stage, so nothing is global and W may come in any order.
+one stage, so nothing is global and W may come in any order. `split_grouped_linear` is the same for a stack of
+experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +28,13 @@ class WeightGradSink(Protocol):
         """Take x [..., in] and grad_output [..., out] of one application of the layer."""
         ...
 
+    def add_grouped(self, weight: nn.Parameter, x: Tensor, grad_output: Tensor, ends: Tensor) -> None:
+        """Take x [P, in] and grad_output [P, out] of one application of a stack of layers, weight [E, out, in].
+
+        ends: int32 [E], see `grouped_product`.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
@@ -33,6 +42,7 @@ class _Deferred:
     bias: nn.Parameter | None
     x: Tensor
     grad_output: Tensor
+    ends: Tensor | None = None
 
 
 class WeightGradStore:
@@ -64,11 +74,25 @@ class WeightGradStore:
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
 
     def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad_output: Tensor) -> None:
-        deferred = _Deferred(weight, bias, x.detach(), grad_output.detach())
+        self._take(_Deferred(weight, bias, x.detach(), grad_output.detach()))
+
+    def add_grouped(self, weight: nn.Parameter, x: Tensor, grad_output: Tensor, ends: Tensor) -> None:
+        self._take(_Deferred(weight, None, x.detach(), grad_output.detach(), ends))
+
+    def _take(self, deferred: _Deferred) -> None:
         if self._microbatch is None:
             self._accumulate(deferred)
         else:
             self._held[self._microbatch].append(deferred)
+
+    def run_so_far(self, microbatch: int) -> int:
+        """Within `deferring(microbatch)`: compute and add what it has kept until now; how many bytes that was."""
+        held = self._held[microbatch]
+        num_bytes = _bytes_of(held)
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes + num_bytes)
+        while held:
+            self._accumulate(held.pop(0))
+        return num_bytes
 
     def run(self, microbatch: int) -> None:
         """W: compute and add every gradient kept under `microbatch`."""
@@ -89,6 +113,11 @@ class WeightGradStore:
 
     @torch.no_grad()
     def _accumulate(self, deferred: _Deferred) -> None:
+        if deferred.ends is not None:
+            if deferred.weight.requires_grad:
+                grad = grouped_weight_gradient(deferred.x, deferred.grad_output, deferred.ends)
+                self._gradient_buffer(deferred.weight).add_(grad)
+            return
         grad_output = deferred.grad_output.reshape(-1, deferred.grad_output.shape[-1])
         if deferred.weight.requires_grad:
             x = deferred.x.reshape(-1, deferred.x.shape[-1])
@@ -144,6 +173,82 @@ def split_linear(
         return F.linear(x, weight, bias)
     apply = cast(Callable[..., Tensor], _SplitLinear.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(x, weight, bias, sink)
+
+
+# What torch.nn.functional.grouped_mm takes: these types, and strides of so many bytes.
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPED_STRIDE_BYTES = 16
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows times its own matrix: x [P, n], weight [E, n, m] -> [P, m].
+
+    ends: int32 [E]; group e is the rows from the end of the one before to ends[e]. Groups may be empty.
+    """
+    if _fits_grouped_mm(x, weight.shape[1:]):
+        return F.grouped_mm(x, weight, offs=ends)
+    parts = [x[start:stop] @ weight[group] for group, (start, stop) in enumerate(_ranges(ends))]
+    return torch.cat(parts) if parts else x.new_zeros(0, weight.shape[2])
+
+
+def grouped_weight_gradient(x: Tensor, grad_output: Tensor, ends: Tensor) -> Tensor:
+    """x [P, in], grad_output [P, out] -> [E, out, in], zero for a group without rows."""
+    x = x.to(grad_output.dtype)
+    if _fits_grouped_mm(x, (x.shape[1], grad_output.shape[1])):
+        return F.grouped_mm(grad_output.contiguous().t(), x.contiguous(), offs=ends)
+    out = x.new_zeros(len(ends), grad_output.shape[1], x.shape[1])
+    for group, (start, stop) in enumerate(_ranges(ends)):
+        torch.mm(grad_output[start:stop].t(), x[start:stop], out=out[group])
+    return out
+
+
+def _ranges(ends: Tensor) -> pairwise[tuple[int, int]]:
+    return pairwise([0, *cast("list[int]", ends.tolist())])  # pyright: ignore[reportUnknownMemberType]
+
+
+def _fits_grouped_mm(x: Tensor, widths: Sequence[int]) -> bool:
+    return (
+        x.dtype in _GROUPED_DTYPES
+        and len(x) > 0
+        and all(width * x.element_size() % _GROUPED_STRIDE_BYTES == 0 for width in widths)
+    )
+
+
+class _SplitGroupedLinear(torch.autograd.Function):
+    """Rows of group e times weight[e]^T; the weight gradient goes to the sink, or is returned without one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, sink: WeightGradSink | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        # The Parameter object itself, as above.
+        ctx.weight, ctx.sink = weight, sink
+        return grouped_product(x, weight.detach().transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_output = grad_outputs[0].contiguous()
+        x, ends = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_product(grad_output, ctx.weight.detach(), ends)
+        if ctx.sink is not None:
+            ctx.sink.add_grouped(ctx.weight, x, grad_output, ends)
+        elif ctx.needs_input_grad[1]:
+            grad_weight = grouped_weight_gradient(x, grad_output, ends)
+        return grad_x, grad_weight, None, None
+
+
+def split_grouped_linear(
+    x: Tensor, weight: nn.Parameter, ends: Tensor, sink: WeightGradSink | None
+) -> Tensor:
+    """x [P, in], sorted by group, weight [E, out, in], ends int32 [E] (see `grouped_product`) -> [P, out].
+
+    The weight gradient goes to `sink`; without one it is an ordinary gradient.
+    """
+    apply = cast(Callable[..., Tensor], _SplitGroupedLinear.apply)  # pyright: ignore[reportUnknownMemberType]
+    return apply(x, weight, ends, sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

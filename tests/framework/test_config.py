@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.config import (
@@ -21,7 +21,7 @@ from framework.config import (
     unknown_key,
 )
 from framework.errors import ConfigError
-from models.config import ModelConfig
+from models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from parallel.mesh import MeshConfig
 from parallel.pipeline.config import ScheduleConfig
 
@@ -178,8 +178,34 @@ _HEADS_8_KV_4 = ModelConfig(hidden_size=64, num_heads=8, num_kv_heads=4, num_lay
             ["parallel.context_parallel_size=2: context parallelism"],
         ),
         (
-            {"parallel": MeshConfig(expert_parallel_size=2)},
-            ["parallel.expert_parallel_size=2: expert parallelism"],
+            {"parallel": MeshConfig(data_parallel_size=2, expert_parallel_size=2)},
+            ["parallel.expert_parallel_size=2: the model has no experts", "(model.moe.num_experts=0)"],
+        ),
+        (
+            {
+                "parallel": MeshConfig(data_parallel_size=4, expert_parallel_size=4),
+                "model": replace(_HEADS_8_KV_4, moe=MoEConfig(num_experts=6)),
+            },
+            ["model.moe.num_experts=6: must be a multiple of", "try parallel.expert_parallel_size=3"],
+        ),
+        (
+            {
+                "parallel": MeshConfig(tensor_parallel_size=4),
+                "model": replace(
+                    _HEADS_8_KV_4,
+                    intermediate_size=97,
+                    moe=MoEConfig(num_experts=4, num_shared_experts=1, expert_intermediate_size=6),
+                ),
+            },
+            ["model.moe.expert_intermediate_size=6: must be a multiple of parallel.tensor_parallel_size=4"],
+        ),
+        (
+            {"model": replace(_HEADS_8_KV_4, position="learned", max_seq_length=100)},
+            ["data.seq_length=128: model.position=learned has a row for each of model.max_seq_length=100"],
+        ),
+        (
+            {"model": replace(_HEADS_8_KV_4, mtp=MTPConfig(num_modules=128))},
+            ["model.mtp.num_modules=128: predicts so many tokens further", "data.seq_length=128"],
         ),
         ({"model": replace(_HEADS_8_KV_4, vocab_size=300)}, ["model.vocab_size=300: smaller than tokenizer"]),
     ],
@@ -206,6 +232,34 @@ def test_the_sequence_need_not_divide_without_sequence_parallelism() -> None:
         check(replace(config, parallel=MeshConfig(tensor_parallel_size=2)))
 
 
+def test_tokens_for_experts_must_divide_without_sequence_parallelism_too() -> None:
+    config = TrainConfig(
+        model=replace(_HEADS_8_KV_4, moe=MoEConfig(num_experts=4)),
+        data=replace(TrainConfig().data, seq_length=127),
+        parallel=MeshConfig(tensor_parallel_size=2, sequence_parallel=False),
+    )
+    with pytest.raises(ConfigError, match=r"data\.seq_length=127: .*tokens are shared out") as told:
+        check(config)
+    assert "sequence_parallel=false" not in str(told.value), "it is off already"
+    check(replace(config, data=replace(config.data, seq_length=128)))
+
+
+def test_only_what_the_model_has_must_divide() -> None:
+    """No dense layer: the dense MLP's width is free. Latent attention: so is the number of key/value heads."""
+    model = replace(
+        _HEADS_8_KV_4, intermediate_size=97, moe=MoEConfig(num_experts=4, expert_intermediate_size=7)
+    )
+    parallel = MeshConfig(tensor_parallel_size=8)
+    mla = replace(model, mla=MLAConfig(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4))
+    check(TrainConfig(model=mla, parallel=parallel))
+    for refused, name in (
+        (model, "model.num_kv_heads=4"),
+        (replace(mla, moe=replace(mla.moe, num_dense_layers=1)), "model.intermediate_size=97"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            check(TrainConfig(model=refused, parallel=parallel))
+
+
 def test_the_schedule_that_is_checked_is_the_one_that_runs() -> None:
     schedule = build_schedule(ScheduleConfig(name="dualpipe"), MeshConfig(pipeline_parallel_size=4))
     assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == ("dualpipe", 4, 8)
@@ -225,6 +279,7 @@ def test_dotted_names_are_all_of_the_fields() -> None:
     assert list(dotted_names(TrainConfig)) == _every_value(TrainConfig())
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), stage=st.sampled_from([0, 1, 2, 3]), rate=st.floats(1e-6, 1.0))
 def test_hash_and_mapping_follow_the_values_alone(seed: int, stage: int, rate: float) -> None:
     mapping = {"seed": seed, "zero": {"stage": stage}, "optimizer": {"base_lr": rate}}

@@ -11,15 +11,19 @@ import torch
 
 from framework.build import build
 from framework.config import TrainConfig, build_schedule
-from framework.costs import message_bytes, stage_bytes
+from framework.costs import message_bytes, schedule_costs, stage_bytes
 from framework.data.prepare import PreparedData
 from framework.run import RunContext
 from framework.train import train_step
+from models.cost import layer_forward_flops
+from models.partition import partition
+from parallel.pipeline.action import Kind
+from parallel.pipeline.config import CostsConfig
 from parallel.pipeline.costs import Costs
 from parallel.pipeline.passes import lower
 from parallel.pipeline.volume import data_volume, pipeline_volume
 from tests.rank_pool import RankPool
-from tests.tiny import run_context, tiny_config
+from tests.tiny import MIXTURES, run_context, tiny_config
 
 
 def test_message_bytes() -> None:
@@ -57,6 +61,7 @@ def bytes_of_a_step(config: TrainConfig, run: RunContext) -> dict[str, float]:
         {"pp": 2, "schedule": "zbv", "dp": 2, "zero": 3, "num_microbatches": 6},
         {"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2},
         {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": 0},
+        {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": 3, "model": MIXTURES["mixtral"]},
     ],
     ids=str,
 )
@@ -85,3 +90,20 @@ def test_against_a_step(
     # The parts are padded to equal lengths, and one number of the gradient norm is shared.
     expected = parallel.data_parallel_size * (sum(data.unshard_bytes) + sum(data.reduce_bytes))
     assert counted["data"] == pytest.approx(expected, rel=1e-2, abs=64)
+
+
+def test_recomputation_is_a_cost_of_the_simulation() -> None:
+    """By FLOPs: of two equal stages all of the first is run again, and of the second all but the head."""
+    config = tiny_config(pp=2, recompute={"mode": "full"})
+    schedule = build_schedule(config.schedule, config.parallel)
+    costs = schedule_costs(config, schedule)
+    assert isinstance(costs.recompute, tuple)
+    assert costs.recompute[0] == 1.0
+    cut = partition(config.model, 2, seq_length=16, vocab_size=321)[1]
+    layers = sum(layer_forward_flops(config.model, layer, seq_length=16) for layer in cut.layers)
+    assert costs.recompute[1] == pytest.approx(layers / (layers + 2 * 32 * 321))
+    assert costs.of_kind(Kind.I, 0) == 2.0
+    assert costs.of_kind(Kind.W, 0) == 1.0
+    given = replace(config, schedule=replace(config.schedule, costs=CostsConfig(recompute=0.5)))
+    assert schedule_costs(given, schedule).recompute == 0.5
+    assert schedule_costs(tiny_config(pp=2), schedule).recompute == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from framework.data.prepare import PreparedData
 from framework.memory import RankMemory, measure
 from tests.rank_pool import RankPool
-from tests.tiny import run_context, tiny_config
+from tests.tiny import MIXTURES, run_context, tiny_config
 
 
 def rank_memory(
@@ -49,6 +50,39 @@ def test_the_count_is_what_is_there(
     """Every tensor alive between steps is counted: what is observed on top is index tables and RoPE."""
     for rank in rank_memory(ranks, tiny_data, tmp_path, schedule=schedule, pp=2, dp=2, zero=zero):
         assert rank.persistent <= rank.observed <= rank.persistent + 8192
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_are_shared_out(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, zero: int) -> None:
+    """Four ranks: without sharding a rank keeps its share of the experts, with ZeRO-3 a quarter in any case."""
+    found: dict[int, list[RankMemory]] = {}
+    for ep in (1, 2, 4):
+        config = tiny_config(
+            dp=4, zero=zero, parallel={"expert_parallel_size": ep}, model=MIXTURES["deepseek_v3"]
+        )
+        found[ep] = ranks.run(measure, 4, config, run_context(tiny_data, tmp_path), torch.device("cpu"))
+    # Three matrices of 12 x 32 for each of eight experts in three layers and an MTP module; with the gradients and
+    # Adam's two moments 16 bytes an element.
+    whole = 3 * 12 * 32 * 8 * 4 * 16
+    rest = {ep: [rank.persistent - rank.experts for rank in of] for ep, of in found.items()}
+    assert rest[1] == rest[2] == rest[4]
+    for ep, of in found.items():
+        for rank in of:
+            assert rank.experts == whole // (ep if zero == 0 else 4)
+            # On top are RoPE's tables, tables of indices, and what routers keep.
+            assert rank.persistent <= rank.observed <= rank.persistent + 16384
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("model", [{}, MIXTURES["deepseek_v3"]], ids=["dense", "deepseek_v3"])
+def test_activations_are_what_the_cost_model_says(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, model: dict[str, Any], mode: str
+) -> None:
+    config = tiny_config(pp=2, schedule="dualpipe", recompute={"mode": mode}, model=model)
+    for rank in ranks.run(measure, 2, config, run_context(tiny_data, tmp_path), torch.device("cpu")):
+        # Tables of rotary positions, 16 x 8 x 2 numbers, come on top; of a router's numbers the larger are counted.
+        assert 0.99 * rank.expected_activations <= rank.activations
+        assert rank.activations <= (1.03 if model else 1.01) * rank.expected_activations + 1024
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])

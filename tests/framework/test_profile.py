@@ -12,7 +12,7 @@ from framework.costs import message_bytes, stage_bytes
 from framework.profile import measure
 from parallel.pipeline.cost_profile import CostProfile
 from tests.rank_pool import RankPool
-from tests.tiny import tiny_config
+from tests.tiny import MIXTURES, tiny_config
 
 VOCABULARY = 321
 
@@ -52,6 +52,18 @@ def test_stages_and_link(ranks: RankPool, layout: dict[str, Any]) -> None:
         if 0 < index < 3 and profile.provenance["layers"][index] == profile.provenance["layers"][1]
     ]
     assert all(stage == alike[0] for stage in alike)
+
+
+def test_stages_with_experts_are_told_from_dense_ones(ranks: RankPool) -> None:
+    """The first layer is dense, and the MTP module is run in the last stage."""
+    model = MIXTURES["deepseek_v3"] | {"vocab_size": VOCABULARY, "num_layers": 6}
+    profile, _ = ranks.run(measured, 2, tiny_config(tp=2, model=model), 6)
+    assert profile is not None
+    assert profile.num_stages == 6
+    with_experts = 3 * 12 * 32 * 8 * 4
+    assert profile.stages[0].parameter_bytes != profile.stages[2].parameter_bytes
+    assert profile.stages[2].parameter_bytes > with_experts
+    assert all(0 < stage.backward_s < 5 for stage in profile.stages)
 
 
 def test_one_rank_has_no_link(ranks: RankPool) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from framework.config import check
+from framework.parity import Parity, to_mapping
 from launch.compose import compose_config
-from launch.parity import grid, layout_text
+from launch.parity import grid, layout_text, print_result
 
 _ROOT = Path(__file__).parents[2]
 _TINY = [
@@ -50,6 +51,43 @@ def test_the_grid_is_every_layout_that_fits_eight_ranks() -> None:
     for overrides in (layouts[0], layouts[-1]):
         check(compose_config(overrides))
     assert layout_text(compose_config(layouts[-1])) == "tp2 pp4 dp1 zero3 dualpipe"
+
+
+def test_the_grid_of_a_model_with_experts() -> None:
+    layouts = list(grid(has_experts=True))
+    # Expert x tensor x copies in as many stages as eight ranks hold: 8 meshes of one stage, which dualpipe does not
+    # fit, 6 of two and 2 of four; 3 stages of ZeRO.
+    assert len(layouts) == (8 * 3 + 8 * 4) * 3
+    assert len(set(map(tuple, layouts))) == len(layouts)
+    for overrides in (layouts[0], layouts[-1]):
+        check(compose_config([*overrides, "model=tiny_deepseek_v3"]))
+    last = compose_config([*layouts[-1], "model=tiny_mixtral"])
+    assert layout_text(last) == "tp2 pp2 dp2 ep4 zero3 zbv"
+
+
+@pytest.mark.parametrize("different", [None, "step 3, layer 1"])
+def test_what_is_said_of_routing(capsys: pytest.CaptureFixture[str], different: str | None) -> None:
+    parity = Parity(
+        loss_rel=1e-8,
+        further_loss_rel=2e-8,
+        norm_rel=0.0,
+        grad_rel=3e-7,
+        param_rel=4e-7,
+        worst_grad="a",
+        worst_param="b",
+        num_steps=5,
+        num_routed_layers=4,
+        different_routing=different,
+    )
+    print_result({"layout": "ep2", **to_mapping(parity)})
+    said = capsys.readouterr().out
+    assert "MTP loss    2.00e-08" in said
+    if different is None:
+        assert "the loads of all experts are equal in 4 layers and 5 steps" in said
+        assert "routing hold the fp32 bound" in said
+    else:
+        assert "the loads of experts DIFFER, first in step 3, layer 1" in said
+        assert "routing DO NOT HOLD" in said
 
 
 def test_parity_of_two_stages_holds(tmp_path: Path) -> None:

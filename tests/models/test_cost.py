@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.attention import RotaryTable
-from models.config import ModelConfig
-from models.cost import activation_bytes_per_layer, model_cost, stage_parameters
+from models.config import ModelConfig, MoEConfig, MTPConfig
+from models.cost import (
+    activation_bytes_per_layer,
+    hardware_flops_per_token,
+    model_cost,
+    recomputed_flops,
+    stage_parameters,
+)
+from models.hf.config import to_hf_config
 from models.partition import partition
+from models.positions import rotary_table
+from models.recompute import Part, Parts, options
 from models.transformer import TransformerBlock, TransformerStage, materialize
 from parallel.collectives import Axis
+from tests.models.hf import tiny_shapes
+from tests.models.hf.model import build
+from tests.models.hf.tiny_shapes import VOCAB
+from tests.models.shapes import shape
 
-SHAPES = Path(__file__).parents[2] / "conf" / "model"
 GQA = ModelConfig(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=8, num_kv_heads=2)
 WIDE_HEADS = replace(GQA, head_dim=16, tie_embeddings=True)
+TIED_V3 = replace(tiny_shapes.DEEPSEEK_V3, tie_embeddings=True)
+SHAPES = {"gqa": GQA, "wide heads, tied": WIDE_HEADS, "deepseek_v3, tied": TIED_V3} | tiny_shapes.ALL
 
 
 def stage_of(
@@ -39,63 +50,104 @@ def stage_of(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("llama3_8b", 8.03), ("llama3_70b", 70.55), ("llama3_405b", 405.85)]
-)
-def test_published_parameter_counts(name: str, billions: float) -> None:
-    config = ModelConfig(**yaml.safe_load((SHAPES / f"{name}.yaml").read_text()))
-    assert config.vocab_size == 128256
-    cost = model_cost(config, seq_length=8192, vocab_size=128256)
-    assert round(cost.parameters / 1e9, 2) == billions
-    built = stage_of(config, range(config.num_layers), first=True, last=True, vocab_size=128256)
-    assert cost.parameters == sum(parameter.numel() for parameter in built.parameters())
-
-
 def test_small_has_10_to_30_million_parameters() -> None:
-    config = ModelConfig(**yaml.safe_load((SHAPES / "small.yaml").read_text()))
+    config = shape("small")
     for vocab_size in (4096, 16384):
         assert 10e6 < model_cost(config, seq_length=512, vocab_size=vocab_size).parameters < 30e6
 
 
-def test_shape_files_hold_only_what_differs_from_the_defaults() -> None:
-    default = ModelConfig()
-    for path in SHAPES.glob("*.yaml"):
-        values: dict[str, Any] = yaml.safe_load(path.read_text())
-        ModelConfig(**values)
-        assert values.pop("name") == path.stem
-        assert [key for key, value in values.items() if getattr(default, key) == value] == []
-
-
-@pytest.mark.parametrize("config", [GQA, WIDE_HEADS], ids=["gqa", "wide heads, tied"])
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_stage_parameters_are_those_built(config: ModelConfig, num_stages: int) -> None:
     for part in partition(config, num_stages, seq_length=32, vocab_size=100):
         built = stage_of(config, part.layers, first=part.first, last=part.last)
-        assert stage_parameters(
-            config, len(part.layers), first=part.first, last=part.last, vocab_size=100
-        ) == sum(parameter.numel() for parameter in built.parameters())
+        assert stage_parameters(config, part.layers, first=part.first, last=part.last, vocab_size=100) == sum(
+            parameter.numel() for parameter in built.parameters()
+        )
 
 
 def test_parts_add_up() -> None:
-    for config in (GQA, WIDE_HEADS):
+    for config in SHAPES.values():
         cost = model_cost(config, seq_length=32, vocab_size=100)
-        parts = cost.embedding_parameters + config.num_layers * cost.layer_parameters + cost.head_parameters
-        assert parts == cost.parameters
+        layers = sum(run.count * run.parameters for run in cost.layers)
+        assert cost.embedding_parameters + layers + cost.head_parameters == cost.parameters
+        # One stage has every parameter once.
+        whole = stage_parameters(config, range(config.num_layers), first=True, last=True, vocab_size=100)
+        assert cost.parameters == whole
 
 
-@pytest.mark.parametrize("config", [GQA, WIDE_HEADS], ids=["gqa", "wide heads, tied"])
+def test_runs_of_equal_layers() -> None:
+    runs = model_cost(tiny_shapes.DEEPSEEK_V3, seq_length=32, vocab_size=100).layers
+    assert [(run.kind, run.first, run.count) for run in runs] == [
+        ("dense", 0, 1),
+        ("moe", 1, 2),
+        ("mtp", 3, 2),
+    ]
+    assert [run.routed_experts > 0 for run in runs] == [False, True, True]
+
+
+def test_active_parameters_are_those_of_the_chosen_experts() -> None:
+    """The parameters that get a gradient from one token, which goes to 3 of 8 experts."""
+    config = replace(tiny_shapes.DEEPSEEK_V3, mtp=MTPConfig())
+    stage = build(config)
+    stage(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+    reached = 0
+    for name, parameter in stage.named_parameters():
+        if ".experts." in name:
+            assert parameter.grad is not None
+            reached += int(parameter.grad.flatten(1).any(1).sum()) * parameter[0].numel()
+        else:
+            reached += parameter.numel()
+    assert model_cost(config, seq_length=32, vocab_size=VOCAB).active_parameters == reached
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2", "qwen3"])
+def test_forward_flops_are_those_of_transformers(name: str) -> None:
+    """Its experts are applied in a loop of plain products, each to the tokens that chose it."""
+    config = tiny_shapes.ALL[name]
+    values = to_hf_config(config, vocab_size=VOCAB, max_positions=64)
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**values), attn_implementation="eager", experts_implementation="eager"
+    )
+    batch, seq = 2, 16
+    counter = FlopCounterMode(display=False)
+    with counter:
+        reference(input_ids=torch.randint(0, VOCAB, (batch, seq)))
+    cost = model_cost(config, seq_length=seq, vocab_size=VOCAB, causal_halved=False).without_mtp
+    assert counter.get_total_flops() == batch * seq * cost.forward_flops_per_token
+
+
+# Values as wide as keys: narrower ones are padded for the CPU.
+DENSE_V3 = replace(
+    tiny_shapes.DEEPSEEK_V3, moe=MoEConfig(), mla=replace(tiny_shapes.DEEPSEEK_V3.mla, v_head_dim=16)
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GQA, WIDE_HEADS, tiny_shapes.QWEN3, replace(tiny_shapes.GPT2, max_seq_length=32), DENSE_V3],
+    ids=["gqa", "wide heads, tied", "norms on heads", "gpt2", "latent attention, mtp"],
+)
 def test_flops_are_those_torch_counts(config: ModelConfig) -> None:
     stage = stage_of(config, range(config.num_layers), first=True, last=True)
     materialize(stage, device="cpu", seed=0)
+
+    def results() -> Tensor:
+        tokens = torch.zeros(batch, seq, dtype=torch.int64)
+        if not config.mtp.num_modules:
+            return stage(tokens).sum()
+        logits, hidden = stage(tokens)
+        return logits.sum() + sum(found.sum() for found, _ in stage.further_predictions(hidden, tokens))
+
     batch, seq = 2, 32
     counter = FlopCounterMode(display=False)
     # The fused CPU kernel has no formula in torch's counter; the plain one is counted by its products.
     with sdpa_kernel(SDPBackend.MATH):
         with counter:
-            logits = stage(torch.zeros(batch, seq, dtype=torch.int64))
+            result = results()
         forward = counter.get_total_flops()
         with counter:
-            logits.sum().backward()
+            result.backward()
     cost = model_cost(config, seq_length=seq, vocab_size=100, causal_halved=False)
     assert forward == batch * seq * cost.forward_flops_per_token
     # The first layer's input gradient is needed by the embedding, so a backward is two forwards to the last.
@@ -108,6 +160,49 @@ def test_causal_halving_takes_half_of_attention() -> None:
     # Two products of 2 x 32 keys x 64 for each of 3 layers.
     assert whole.forward_flops_per_token - halved.forward_flops_per_token == 3 * (2 * 2 * 32 * 64) // 2
     assert halved.causal_halved
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (GQA, ("attention",)),
+        (GQA, ("attention", "mlp")),
+        (DENSE_V3, ("block",)),
+        (replace(DENSE_V3, mtp=MTPConfig()), ("attention",)),
+    ],
+)
+def test_recomputed_flops_are_those_torch_counts(config: ModelConfig, parts: tuple[Part, ...]) -> None:
+    """Of a whole step, over those of one without recomputation: what the backward runs again."""
+    batch, seq = 2, 32
+    plan = {index: frozenset(parts) for index in range(config.num_layers)}
+    totals: list[int] = []
+    for recomputed in ({}, plan):
+        stage = TransformerStage(
+            config,
+            range(config.num_layers),
+            first=True,
+            last=True,
+            tensor=Axis(),
+            sequence_parallel=False,
+            vocab_size=100,
+            recomputed=recomputed,
+        )
+        materialize(stage, device="cpu", seed=0)
+        counter = FlopCounterMode(display=False)
+        with sdpa_kernel(SDPBackend.MATH), counter:
+            out = stage(torch.zeros(batch, seq, dtype=torch.int64))
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+        totals.append(counter.get_total_flops())
+    again = sum(
+        recomputed_flops(config, index, of_layer, seq_length=seq, causal_halved=False)
+        for index, of_layer in plan.items()
+    )
+    assert totals[1] - totals[0] == batch * seq * again
+    without, with_all = (
+        hardware_flops_per_token(config, each, seq_length=seq, vocab_size=100, causal_halved=False)
+        for each in ({}, plan)
+    )
+    assert with_all - without == again
 
 
 def kept_bytes(block: TransformerBlock, x: Tensor) -> int:
@@ -128,23 +223,48 @@ def kept_bytes(block: TransformerBlock, x: Tensor) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("config", [GQA, WIDE_HEADS], ids=["gqa", "wide heads"])
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
 def test_activation_bytes_are_those_autograd_keeps(config: ModelConfig) -> None:
+    """With every choice of what is recomputed."""
+    for parts in options(config, 2):
+        check_activation_bytes(config, parts)
+
+
+def check_activation_bytes(config: ModelConfig, parts: Parts) -> None:
+    config = replace(config, max_seq_length=32)
+    rotary = rotary_table(config)
     block = TransformerBlock(
         config,
-        rotary=RotaryTable(config.dim_per_head, 1e4),
+        layer=2,
+        rotary=rotary,
         tensor=Axis(),
         sequence_parallel=False,
+        recomputed=parts,
         device="cpu",
     )
     materialize(block, device="cpu", seed=0)
     batch, seq = 2, 32
     measured = kept_bytes(block, torch.randn(batch, seq, config.hidden_size, requires_grad=True))
-    expected = activation_bytes_per_layer(config, num_tokens=batch * seq, bytes_per_element=4)
-    # On CPU RMSNorm is not fused and keeps x / rms besides; the rotary tables are shared by all layers.
-    unfused_norms = 2 * batch * seq * config.hidden_size * 4
-    rotary_tables = 2 * seq * config.dim_per_head * 4
-    assert measured == expected + unfused_norms + rotary_tables
+    expected = activation_bytes_per_layer(
+        config, num_tokens=batch * seq, layer=2, bytes_per_element=4, recomputed=parts, on_cpu=True
+    )
+    # The rotary tables are shared by all layers.
+    has_tables = rotary is not None and not parts & {"attention", "block"}
+    rotary_size = config.mla.qk_rope_head_dim if config.uses_mla else config.dim_per_head
+    known = 4 * 2 * seq * rotary_size if has_tables else 0
+    # Of a router's numbers only the larger are counted.
+    tolerance = 0.04 * expected if config.is_moe_layer(2) and parts & {"experts", "shared_experts"} else 0
+    tolerance = max(tolerance, 0.015 * expected if config.is_moe_layer(2) else 0)
+    assert abs(measured - expected - known) <= tolerance, parts
+
+
+def test_a_fused_norm_keeps_less() -> None:
+    """What torch's kernels for CPUs keep besides, for each token: RMSNorm x / rms, of both norms."""
+    fused, unfused = (
+        activation_bytes_per_layer(GQA, num_tokens=1, bytes_per_element=4, on_cpu=on_cpu)
+        for on_cpu in (False, True)
+    )
+    assert unfused - fused == 2 * 4 * GQA.hidden_size
 
 
 def test_activation_bytes_shrink_over_the_tensor_axis() -> None:

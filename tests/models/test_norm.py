@@ -14,7 +14,7 @@ from parallel.parameters import placement_of
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_values_are_the_formula_rounded_once(dtype: torch.dtype, scale: float) -> None:
     torch.manual_seed(2)
-    norm = RMSNorm(64, eps=1e-5, sequence_parallel=False, dtype=dtype)
+    norm = RMSNorm(64, eps=1e-5, partial_over_tensor=False, dtype=dtype)
     materialize(norm, device="cpu", seed=0)
     with torch.no_grad():
         norm.weight.add_(torch.randn(64).to(dtype))
@@ -36,7 +36,7 @@ def test_values_are_the_formula_rounded_once(dtype: torch.dtype, scale: float) -
 
 def test_placement() -> None:
     for sequence_parallel in (False, True):
-        placement = placement_of(RMSNorm(8, eps=1e-5, sequence_parallel=sequence_parallel).weight)
+        placement = placement_of(RMSNorm(8, eps=1e-5, partial_over_tensor=sequence_parallel).weight)
         assert placement.partial_over_tensor == sequence_parallel
         assert not placement.weight_decay
         assert placement.init == "ones"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain, combinations, pairwise
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEConfig, MTPConfig
 from models.partition import StageSlice, balanced_cuts, partition
-
-SHAPES = Path(__file__).parents[2] / "conf" / "model"
+from tests.models.shapes import shape
 
 
 def runs(costs: list[int], bounds: list[int]) -> list[int]:
@@ -63,7 +60,7 @@ def test_one_stage_is_the_whole_model() -> None:
 
 def test_llama3_405b_over_16_stages_is_cut_as_published() -> None:
     """Llama 3 (arXiv 2407.21783, section 3.3.2): one layer less on the first and on the last stage."""
-    config = ModelConfig(**yaml.safe_load((SHAPES / "llama3_405b.yaml").read_text()))
+    config = shape("llama3_405b")
     slices = partition(config, 16, seq_length=8192, vocab_size=128256)
     assert [len(part.layers) for part in slices] == [7, *[8] * 14, 7]
 
@@ -77,6 +74,29 @@ def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
     assert 0 < len(heavy[1].layers) < 4
     assert len(alone[1].layers) == 0
     assert alone[1].last
+
+
+def layer_counts(config: ModelConfig, num_stages: int) -> list[int]:
+    slices = partition(config, num_stages, seq_length=256, vocab_size=16)
+    check_cover(slices, config.num_layers)
+    return [len(part.layers) for part in slices]
+
+
+def test_experts_that_a_token_passes_weigh_as_much_as_a_dense_mlp_of_their_size() -> None:
+    moe = MoEConfig(num_experts=64, num_experts_per_token=4, expert_intermediate_size=88)
+    light = ModelConfig(num_layers=8, hidden_size=512, num_heads=8, intermediate_size=352, moe=moe)
+    assert layer_counts(light, 2) == [4, 4]
+    # Dense layers four times as wide: fewer of them fill a stage.
+    wide_dense = replace(light, intermediate_size=2112, moe=replace(moe, num_dense_layers=3))
+    assert layer_counts(wide_dense, 2) == [2, 6]
+
+
+def test_mtp_modules_take_layers_from_the_last_stage() -> None:
+    config = ModelConfig(num_layers=8)
+    assert layer_counts(config, 2) == [4, 4]
+    assert layer_counts(replace(config, mtp=MTPConfig(num_modules=2)), 2) == [5, 3]
+    # Alone they are more than a fourth of the work.
+    assert layer_counts(replace(config, mtp=MTPConfig(num_modules=3)), 4) == [2, 3, 3, 0]
 
 
 @pytest.mark.parametrize("num_stages", [0, 7])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.parameters import ParameterPlacement, initialize, place, placement_of
+from parallel.parameters import ParameterPlacement, expert_runs, initialize, place, placement_of
 
 
 def slices(shape: tuple[int, ...], dim: int, num_parts: int, seed: int = 0, name: str = "a.weight") -> Tensor:
@@ -47,6 +47,36 @@ def test_columns_are_the_same_in_every_layout(shape: tuple[int, int], num_parts:
 @pytest.mark.parametrize("num_parts", [2, 4, 8])
 def test_padding_is_zero_even_where_a_slice_is_all_padding(num_parts: int) -> None:
     assert torch.equal(slices((5, 3), 0, num_parts), whole((5, 3)))
+
+
+# Several experts in a block of rows, an expert of several blocks; any share of them, in any order.
+@pytest.mark.parametrize("shape", [(8, 6, 5), (6, 300, 300)])
+@pytest.mark.parametrize("experts", [(0, 1), (2, 3, 4), (5, 0, 3), (4,), ()])
+def test_experts_are_the_same_wherever_they_are_held(
+    shape: tuple[int, int, int], experts: tuple[int, ...]
+) -> None:
+    out = torch.full((len(experts), *shape[1:]), torch.nan)
+    initialize(out, "a.weight", ParameterPlacement(global_shape=shape, experts=experts), 0)
+    assert torch.equal(out, whole(shape)[list(experts)])
+
+
+def test_experts_differ() -> None:
+    values = whole((4, 300, 300))
+    assert len({expert[0, 0].item() for expert in values}) == 4
+
+
+@pytest.mark.parametrize(
+    ("experts", "found"),
+    [
+        ((), []),
+        ((3,), [(0, 1)]),
+        ((2, 3, 4), [(0, 3)]),
+        ((2, 3, 0, 5, 6), [(0, 2), (2, 3), (3, 5)]),
+        ((1, 0), [(0, 1), (1, 2)]),
+    ],
+)
+def test_runs_of_experts(experts: tuple[int, ...], found: list[tuple[int, int]]) -> None:
+    assert expert_runs(experts) == found
 
 
 def test_values_are_normal_with_the_stated_deviation() -> None:

@@ -104,6 +104,37 @@ def test_shards_tile_the_whole_tensor(shape, dim, tensor_ranks, replica_ranks, r
     assert torch.equal(seen, torch.ones_like(seen))
 
 
+@given(
+    st.permutations(range(5)),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_shards_of_experts_tile_the_stack(experts, rest, expert_ranks, replica_ranks, random) -> None:  # type: ignore[no-untyped-def]
+    """Experts shared out in any order, each share cut flat: every element at the global index of its expert, once."""
+    shape = (5, *rest)
+    whole = torch.arange(math.prod(shape)).view(shape)
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for held in (tuple(experts[rank::expert_ranks]) for rank in range(expert_ranks)):
+        local = whole[list(held)]
+        placement = ParameterPlacement(global_shape=shape, experts=held)
+        flat = torch.cat([local.reshape(-1), torch.full((replica_ranks,), -2)])
+        cuts = sorted(random.randint(0, flat.numel()) for _ in range(replica_ranks - 1))
+        for first, last in zip([0, *cuts], [*cuts, flat.numel()], strict=True):
+            for box in shard_boxes("w", flat[first:last], first, local.shape, placement):
+                part = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                assert torch.equal(box.tensor, whole[part])
+                seen[part] += 1
+    assert torch.equal(seen, torch.ones_like(seen))
+
+
+def test_neighbouring_experts_are_one_box() -> None:
+    placement = ParameterPlacement(global_shape=(8, 2, 3), experts=(4, 5, 6, 1))
+    boxes = shard_boxes("w", torch.zeros(24), 0, (4, 2, 3), placement)
+    assert [(box.offsets, box.sizes) for box in boxes] == [((4, 0, 0), (3, 2, 3)), ((1, 0, 0), (1, 2, 3))]
+
+
 def test_shard_boxes_alias_the_shard() -> None:
     flat = torch.zeros(7)
     for box in shard_boxes("w", flat, 2, (3, 4), ParameterPlacement(global_shape=(3, 4))):

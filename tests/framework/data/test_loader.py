@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.loader import BatchLoader, TokenDataset, global_batch_indices, permute, sample_order
+from framework.data.batch_plan import BatchPlan, BatchRampConfig
+from framework.data.loader import BatchLoader, TokenDataset, batch_indices, permute, sample_order
 from framework.data.shards import SplitWriter
 
 
@@ -73,7 +74,7 @@ def test_a_range_of_trillions_needs_no_table() -> None:
 def test_the_order_is_fixed_for_ever() -> None:
     """A resumed run must go on in the order it began with, whatever version wrote it."""
     assert sample_order(10, 0, 0).tolist() == [4, 6, 9, 0, 8, 2, 5, 3, 7, 1]
-    assert global_batch_indices(3, 4, 10, 1).tolist() == [1, 4, 9, 2]
+    assert batch_indices(12, 4, 10, 1).tolist() == [1, 4, 9, 2]
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +83,10 @@ def test_batches_walk_through_whole_epochs(num_samples: int, global_batch_size: 
     global_batch_size = min(global_batch_size, num_samples)
     steps = -(-3 * num_samples // global_batch_size)
     seen = np.concatenate(
-        [global_batch_indices(step, global_batch_size, num_samples, seed) for step in range(steps)]
+        [
+            batch_indices(step * global_batch_size, global_batch_size, num_samples, seed)
+            for step in range(steps)
+        ]
     )
     for epoch in range(3):
         part = seen[epoch * num_samples : (epoch + 1) * num_samples]
@@ -96,7 +100,7 @@ def test_epochs_differ() -> None:
 
 def test_a_batch_larger_than_an_epoch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 samples are fewer than one global batch of 4; give more text"):
-        global_batch_indices(0, 4, 3, 0)
+        batch_indices(0, 4, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_every_layout_takes_the_same_global_batch(
     dataset: TokenDataset, data_parallel_size: int, num_microbatches: int, micro_batch_size: int
 ) -> None:
     for step in (0, 3, 17):  # 49 samples of 20 tokens: step 17 is in the fifth epoch
-        expected = global_batch_indices(step, 12, dataset.num_samples(20), 5)
+        expected = batch_indices(12 * step, 12, dataset.num_samples(20), 5)
         firsts: list[int] = []
         for rank in range(data_parallel_size):
             loader = BatchLoader(
@@ -115,12 +119,16 @@ def test_every_layout_takes_the_same_global_batch(
                 seed=5,
                 seq_length=20,
                 micro_batch_size=micro_batch_size,
-                num_microbatches=num_microbatches,
+                plan=BatchPlan(
+                    num_microbatches=num_microbatches,
+                    samples_per_microbatch=data_parallel_size * micro_batch_size,
+                ),
                 data_parallel_rank=rank,
                 data_parallel_size=data_parallel_size,
             )
             batch = loader.batch(step)
             assert batch.num_valid_tokens == 12 * 20
+            assert batch.num_samples == 12
             assert len(batch.tokens) == len(batch.targets) == num_microbatches
             for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
                 assert tokens.shape == targets.shape == (micro_batch_size, 20)
@@ -136,7 +144,7 @@ def test_a_loader_has_no_state_but_the_step(dataset: TokenDataset) -> None:
             seed=1,
             seq_length=10,
             micro_batch_size=2,
-            num_microbatches=2,
+            plan=BatchPlan(num_microbatches=2, samples_per_microbatch=4),
             data_parallel_rank=1,
             data_parallel_size=2,
         )
@@ -145,6 +153,47 @@ def test_a_loader_has_no_state_but_the_step(dataset: TokenDataset) -> None:
     batches = [walked.batch(step) for step in range(6)]
     resumed = loader().batch(5)
     assert all(map(torch.equal, batches[5].tokens, resumed.tokens))
+
+
+def test_a_growing_batch_reads_the_same_stream(dataset: TokenDataset) -> None:
+    """Two layouts, a ramp and none: the samples come in one order, none twice in an epoch, none left out."""
+
+    def stream(
+        num_microbatches: int, data_parallel_size: int, ramp: BatchRampConfig, steps: int
+    ) -> list[int]:
+        firsts: list[int] = []
+        for step in range(steps):
+            rows = [
+                BatchLoader(
+                    dataset,
+                    seed=2,
+                    seq_length=20,
+                    micro_batch_size=1,
+                    plan=BatchPlan(
+                        num_microbatches=num_microbatches,
+                        samples_per_microbatch=data_parallel_size,
+                        ramp=ramp,
+                    ),
+                    data_parallel_rank=rank,
+                    data_parallel_size=data_parallel_size,
+                ).batch(step)
+                for rank in range(data_parallel_size)
+            ]
+            for microbatch in range(rows[0].num_microbatches):
+                firsts += [int(row.tokens[microbatch][0, 0]) // 20 for row in rows]
+            assert {row.num_valid_tokens for row in rows} == {rows[0].num_samples * 20}
+        return firsts
+
+    ramp = BatchRampConfig(start_num_microbatches=2, increment=2, ramp_samples=24)
+    wide = BatchRampConfig(start_num_microbatches=1, increment=1, ramp_samples=24)
+    growing, other, plain = (
+        stream(8, 1, ramp, 12),
+        stream(4, 2, wide, 12),
+        stream(8, 1, BatchRampConfig(), 7),
+    )
+    assert growing == other
+    assert growing[:49] == plain[:49]
+    assert sorted(plain[:49]) == list(range(49))
 
 
 def test_a_short_file_is_refused(tmp_path: Path) -> None:

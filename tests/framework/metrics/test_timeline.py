@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -219,3 +221,54 @@ def test_the_png_shows_the_colours(timeline: Timeline, tmp_path: Path) -> None:
     for colour in (COLOURS["F"], COLOURS["B"], WAIT_COLOURS[Activity.OPTIMIZER]):
         rgb = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)])
         assert (np.abs(pixels - rgb).max(axis=1) <= 2).sum() > 100, colour
+
+
+def in_slices(timeline: Timeline) -> Timeline:
+    """The same step with every F and B in three slices, an exposed wait before the last."""
+    traces: list[Trace] = []
+    for trace in timeline.traces:
+        intervals: list[Interval] = []
+        for each in trace.intervals:
+            if each.activity not in (Activity.FORWARD, Activity.BACKWARD):
+                intervals.append(each)
+                continue
+            third = each.duration_s / 3
+            first = each._replace(end_s=each.start_s + third)
+            wait = each._replace(
+                activity=Activity.EXPERT_WAIT, start_s=each.start_s + 2 * third, end_s=each.end_s - third / 2
+            )
+            middle = each._replace(start_s=first.end_s, end_s=wait.start_s)
+            intervals += [first, middle, wait, each._replace(start_s=wait.end_s)]
+        traces.append(replace(trace, intervals=tuple(intervals)))
+    return replace(timeline, traces=tuple(traces))
+
+
+def test_slices_are_drawn_and_counted_as_one_action(tmp_path: Path) -> None:
+    whole = timeline_of("dualpipe", 4, 8)
+    sliced = in_slices(whole)
+    events, expected = (json.loads(json.dumps(trace_events(each)))["traceEvents"] for each in (sliced, whole))
+
+    def counters(of: list[dict[str, Any]]) -> list[tuple[int, float, int]]:
+        return [
+            (each["pid"], round(each["ts"]), each["args"]["micro-batches"])
+            for each in of
+            if each["ph"] == "C"
+        ]
+
+    assert counters(events) == counters(expected)
+    for phase, pick in (("s", max), ("f", min)):
+        found = {each["id"]: each["ts"] for each in events if each["ph"] == phase}
+        before = {each["id"]: each["ts"] for each in expected if each["ph"] == phase}
+        assert found.keys() == before.keys()
+        # An arrow leaves the last slice and comes to the first: within a slice of where it did.
+        assert all(abs(found[key] - before[key]) < 1e6 * UNIT_S for key in found), pick
+    drawn = scene(sliced, "run")
+    waits = [bar for bar in drawn.bars if bar.on_scale and bar.fill == WAIT_COLOURS[Activity.EXPERT_WAIT]]
+    halves = sum(
+        each.activity in (Activity.FORWARD, Activity.BACKWARD)
+        for trace in whole.traces
+        for each in trace.intervals
+    )
+    assert len(waits) == halves
+    assert any("exposed" in text.text for text in drawn.texts)
+    write_files(sliced, tmp_path, ("json",))

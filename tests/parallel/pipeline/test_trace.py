@@ -93,6 +93,26 @@ def test_means_and_inflation_are_those_of_the_stages() -> None:
     assert second.span_s == 2
 
 
+def test_a_wait_within_an_action_is_no_work_and_slices_are_one_action() -> None:
+    trace = Trace(
+        step_s=20,
+        intervals=(
+            interval(Activity.EXPERT_WAIT, 1, 3, stage=0, microbatch=0),
+            interval(Activity.FORWARD, 0, 4, stage=0, microbatch=0),
+            # A pair: two slices of either half.
+            interval(Activity.BACKWARD, 4, 5, stage=1, microbatch=2),
+            interval(Activity.FORWARD, 5, 9, stage=0, microbatch=1),
+            interval(Activity.EXPERT_WAIT, 9, 10, stage=1, microbatch=2),
+            interval(Activity.BACKWARD, 10, 13, stage=1, microbatch=2),
+            interval(Activity.FORWARD, 13, 15, stage=0, microbatch=1),
+        ),
+    )
+    found = trace.account()
+    assert (found["forward"], found["backward"], found["expert_wait"], found["other"]) == (8, 4, 3, 5)
+    assert trace.busy_s == 12
+    assert mean_seconds([trace]) == {(Activity.FORWARD, 0): 4, (Activity.BACKWARD, 1): 4}
+
+
 def test_a_recorder_measures_what_ran_within() -> None:
     """Each figure lies between the sleep within it and what a clock outside of it says, on however busy a machine."""
     before = time.perf_counter()

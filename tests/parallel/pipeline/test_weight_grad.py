@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.pipeline.weight_grad import WeightGradStore, adopt, split_linear
+from parallel.pipeline.weight_grad import WeightGradStore, adopt, split_grouped_linear, split_linear
 
 
 def make_store() -> WeightGradStore:
@@ -90,3 +90,40 @@ def test_gradient_of_bf16_is_accumulated_in_fp32() -> None:
     for _ in range(300):  # a bf16 sum stops growing at 256
         split_linear(x, weight, None, store).sum().backward()
     assert buffer.item() == 300
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(8, torch.float32), (7, torch.float32), (8, torch.float64)])
+@pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 0], [0, 7, 0]])
+def test_gradients_of_a_stack_are_torchs(width: int, dtype: torch.dtype, sizes: list[int]) -> None:
+    """Group by group torch.nn.functional.linear, empty groups among them, in widths the kernel takes or not."""
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), width, dtype=dtype, requires_grad=True)
+    weight = nn.Parameter(torch.randn(3, 4, width, dtype=dtype))
+    ends = torch.tensor(sizes).cumsum(0).int()
+    grad_output = torch.randn(sum(sizes), 4, dtype=dtype)
+    parts = [nn.functional.linear(rows, weight[e]) for e, rows in enumerate(x.split(sizes))]
+    expected = torch.autograd.grad(torch.cat(parts), (x, weight), grad_output)
+
+    at_once = split_grouped_linear(x, weight, ends, None)
+    torch.testing.assert_close(at_once, torch.cat(parts))
+    torch.testing.assert_close(torch.autograd.grad(at_once, (x, weight), grad_output), expected)
+
+    store = make_store()
+    with store.deferring(0):
+        (grad_x,) = torch.autograd.grad(split_grouped_linear(x, weight, ends, store), (x,), grad_output)
+    torch.testing.assert_close(grad_x, expected[0])
+    assert weight.grad is None
+    assert store.held_bytes == x.nbytes + grad_output.nbytes
+    store.run(0)
+    torch.testing.assert_close(weight.grad, expected[1])
+
+
+def test_gradient_of_a_bf16_stack_is_accumulated_in_fp32() -> None:
+    weight = nn.Parameter(torch.ones(2, 8, 8, dtype=torch.bfloat16))
+    buffer = torch.zeros(2, 8, 8)
+    store = WeightGradStore(lambda _: buffer)
+    x = torch.ones(1, 8, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(300):
+        split_grouped_linear(x, weight, torch.tensor([0, 1]).int(), store).sum().backward()
+    assert not buffer[0].any()
+    assert (buffer[1] == 300).all()

@@ -1,0 +1,132 @@
+"""Mixture-of-experts layers around a training step: what their routers count, report and learn.
+
+A step calls, on every rank:
+
+    begin_step(modules, num_valid_tokens)      before its first forward
+    ...                                        all micro-batches, forward and backward
+    record = finish_step(modules, config, ..)  after its last backward, before the next step
+
+`modules` are the stages of this rank, both of them where a schedule gives it two; a rank without a layer of experts
+takes part too. Evaluation, which is forward only, changes nothing that matters here.
+
+Each token is routed by exactly one rank, so a sum over the world is one over the global batch, whatever the layout,
+and every copy of a layer makes the same update from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework.metrics.record import MoERecord, RoutingRecord
+from models.config import ModelConfig
+from models.moe import MoE
+from models.router import SUMS, updated_bias
+from parallel.collectives import Axis, all_reduce
+
+
+def moe_layers(modules: Iterable[nn.Module]) -> list[MoE]:
+    """The layers of experts in `modules`, in the order of the model."""
+    found = [layer for module in modules for layer in module.modules() if isinstance(layer, MoE)]
+    return sorted(found, key=lambda layer: layer.layer)
+
+
+def begin_step(modules: Iterable[nn.Module], num_valid_tokens: int, loss_scale: float = 1.0) -> None:
+    """Start counting anew, and tell the layers what their auxiliary losses are normalised by.
+
+    num_valid_tokens: of the global batch, which the main loss is divided by. loss_scale: what the main loss is
+    multiplied with for its backward.
+    """
+    for layer in moe_layers(modules):
+        layer.router.state.begin_step(loss_scale / num_valid_tokens)
+
+
+@torch.no_grad()
+def finish_step(
+    modules: Iterable[nn.Module],
+    config: ModelConfig,
+    *,
+    world: Axis,
+    expert_parallel_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> MoERecord:
+    """Sum what the routers counted over all ranks and update their biases and fractions; the record of all layers.
+
+    It is the same on every rank. Group: `world`, all ranks of the job; one all-reduce.
+    """
+    layers = moe_layers(modules)
+    num_experts, num_layers = config.moe.num_experts, config.num_layers + config.mtp.num_modules
+    width = num_experts + len(SUMS) + 3
+    # fp64 holds counts of up to 2^53 exactly.
+    table = torch.zeros(num_layers * width + expert_parallel_size**2, dtype=torch.float64, device=device)
+    rows = table[: num_layers * width].view(num_layers, width)
+    links = table[num_layers * width :].view(expert_parallel_size, expert_parallel_size)
+    for layer in layers:
+        state, ep_rank = layer.router.state, layer.expert_parallel.axis.rank
+        numbers = torch.tensor([state.num_tokens, sum(state.link_bytes)], device=device)
+        rows[layer.layer] += torch.cat((state.load, state.sums, state.num_dropped.view(1), numbers))
+        links[ep_rank] += torch.tensor(state.link_bytes, device=device)
+    all_reduce(table, world)
+    for layer in layers:
+        load, state = rows[layer.layer, :num_experts], layer.router.state
+        if load.sum() > 0:
+            state.fractions.copy_(load / load.sum())
+            if config.moe.bias_update_speed:
+                state.bias.copy_(updated_bias(state.bias, load, config.moe.bias_update_speed))
+    counted = enumerate(rows.tolist())
+    return MoERecord(
+        layers=tuple(_routing(index, values, config) for index, values in counted if values[-2] > 0),
+        link_bytes=tuple(tuple(map(int, row)) for row in links.tolist()),
+    )
+
+
+def _routing(layer: int, values: Sequence[float], config: ModelConfig) -> RoutingRecord:
+    moe = config.moe
+    load = values[: moe.num_experts]
+    sums = dict(zip(SUMS, values[moe.num_experts :], strict=False))
+    num_dropped, num_tokens, sent_bytes = values[moe.num_experts + len(SUMS) :]
+    total = sum(load)
+    losses = {name: sums[name] / num_tokens if getattr(moe, name) else None for name in SUMS[1:]}
+    return RoutingRecord(
+        layer=layer,
+        load=tuple(round(each / total, 6) for each in load),
+        imbalance=max(load) * len(load) / total,
+        entropy=sums["entropy"] / num_tokens,
+        num_dropped=int(num_dropped),
+        sent_bytes=int(sent_bytes),
+        **losses,
+    )
+
+
+def routing_state(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """What a checkpoint keeps of the routers, fp32 [E] each, by `layers.{index}.router.bias` and `..fractions`.
+
+    Every copy of a layer has the same. The tensors are the live ones.
+    """
+    found: dict[str, Tensor] = {}
+    for layer in moe_layers(modules):
+        state = layer.router.state
+        found |= {_name(layer, "bias"): state.bias, _name(layer, "fractions"): state.fractions}
+    return found
+
+
+@torch.no_grad()
+def load_routing_state(modules: Iterable[nn.Module], saved: Mapping[str, Tensor]) -> None:
+    """Take what `routing_state` gave, of these layers or more.
+
+    Raises ValueError: where a layer is missing or has another number of experts.
+    """
+    for name, tensor in routing_state(modules).items():
+        if name not in saved or saved[name].shape != tensor.shape:
+            found = f"shape {tuple(saved[name].shape)}" if name in saved else "nothing"
+            raise ValueError(
+                f"{name}: {found} in what was saved, shape {tuple(tensor.shape)} in the model; resume with the "
+                "experts that the run had"
+            )
+        tensor.copy_(saved[name])
+
+
+def _name(layer: MoE, what: str) -> str:
+    return f"layers.{layer.layer}.router.{what}"

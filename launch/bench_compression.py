@@ -1,0 +1,176 @@
+"""`counterflow bench compression` on local ranks: over loopback and, where namespaces are allowed, a slow link."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from framework.bench.config import CompressionBenchConfig
+from framework.bench.network import RankNetwork, rate_limited, why_not
+from launch.compose import compose_config
+from models.config import ModelConfig
+from parallel.compress_config import CompressionConfig
+
+if TYPE_CHECKING:
+    from framework.bench.compression import Row
+
+LOOPBACK = "loopback"
+
+
+def bench_compression(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """Measure and print a table; what --json prints.
+
+    Raises ValueError: for a method or model that there is none of. RunFailedError: where a rank fails.
+    """
+    from framework.bench.compression import NONE
+
+    model = compose_config([f"model={config.model}"]).model
+    names = dict.fromkeys((NONE, *config.methods))
+    methods = {
+        # Without warm-up: it is the compressed steps that are of interest.
+        name: replace(compose_config([f"compression={name}"]).compression, warmup_steps=0)
+        for name in names
+    }
+    rate = config.mbit_per_s
+    reason = why_not() if rate is not None else None
+    if reason is not None:
+        console.print(f"no rate-limited link: {reason}; loopback only", highlight=False)
+        rate = None
+    console.print(
+        f"the gradient of model={config.model} summed over {config.num_ranks} ranks, "
+        f"{'for all of them' if config.everywhere else 'each its own range'}; {config.repeats} steps of each method "
+        "are counted, in turn",
+        highlight=False,
+        soft_wrap=True,
+    )
+    measured = {LOOPBACK: _measure(config, None, model, methods, folder)}
+    if rate is not None:
+        measured[f"{rate:g} Mbit/s"] = _measure(config, rate, model, methods, folder)
+    rows = _mappings(measured, rate)
+    _print(rows, rate is not None, console)
+    return {"rows": rows, "rate_limited": reason or ("measured" if rate is not None else "not asked for")}
+
+
+def _measure(
+    config: CompressionBenchConfig,
+    rate: float | None,
+    model: ModelConfig,
+    methods: Mapping[str, CompressionConfig],
+    folder: Path,
+) -> list[Row]:
+    from launch.elastic import run_local
+
+    limited = nullcontext(()) if rate is None else rate_limited(config.num_ranks, rate)
+    link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
+    store = folder / f"store-{link.split()[0]}"
+    with limited as networks:
+        rows: list[Row] = run_local(
+            _rank,
+            (config, link, model, methods, networks, str(store.absolute())),
+            num_ranks=config.num_ranks,
+            run_dir=folder,
+            threads_per_rank=1,
+        )[0]
+    store.unlink(missing_ok=True)
+    return rows
+
+
+def _rank(
+    config: CompressionBenchConfig,
+    link: str,
+    model: ModelConfig,
+    methods: Mapping[str, CompressionConfig],
+    networks: Sequence[RankNetwork],
+    store: str,
+) -> list[Row]:
+    import torch.distributed as dist
+
+    from framework.bench.compression import measure_compression
+
+    rank = int(os.environ["RANK"])
+    if networks:
+        networks[rank].enter()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
+    try:
+        return measure_compression(
+            link,
+            model,
+            methods,
+            is_everywhere=config.everywhere,
+            compute_s=config.compute_ms / 1e3,
+            repeats=config.repeats,
+            report=_say,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _say(row: Row) -> None:
+    print(f"  {row.link}, {row.method}: {row.ratio:.1f} times fewer bytes", flush=True)
+
+
+def _mappings(measured: Mapping[str, Sequence[Row]], rate: float | None) -> list[dict[str, Any]]:
+    """Plain values; on a limited link with the time that bytes foretell and what both say the method gains."""
+    from framework.bench.compression import predicted_s
+
+    loopback = {row.method: row for row in measured[LOOPBACK]}
+    mappings: list[dict[str, Any]] = []
+    for link, rows in measured.items():
+        plain = rows[0]
+        for row in rows:
+            mapping: dict[str, Any] = {
+                "link": link,
+                "method": row.method,
+                "num_elements": row.num_elements,
+                "sent_bytes": row.sent_bytes,
+                "fp32_bytes": row.fp32_bytes,
+                "ratio": row.ratio,
+                "message_error": row.message_error,
+                "sum_error": row.sum_error,
+                "best_s": row.best_s,
+                "speedup": plain.best_s / row.best_s,
+                "step_s": list(row.step_s),
+            }
+            if link != LOOPBACK and rate is not None:
+                predicted = predicted_s(loopback[row.method], rate)
+                mapping["predicted_s"] = predicted
+                mapping["predicted_speedup"] = predicted_s(loopback[plain.method], rate) / predicted
+            mappings.append(mapping)
+    return mappings
+
+
+def _print(rows: Sequence[dict[str, Any]], is_limited: bool, console: Console) -> None:
+    table = Table(title="gradients on the wire", title_justify="left")
+    columns = ["link", "method", "MB", "ratio", "error", "of sum", "step ms", "gain"]
+    if is_limited:
+        columns += ["by bytes"]
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("link", "method") else "right", no_wrap=True)
+    for row in rows:
+        cells = [
+            row["link"],
+            row["method"],
+            f"{row['sent_bytes'] / 1e6:.2f}",
+            f"{row['ratio']:.1f}",
+            f"{row['message_error']:.3f}",
+            f"{row['sum_error']:.3f}",
+            f"{1e3 * row['best_s']:.0f}",
+            f"{row['speedup']:.2f}",
+        ]
+        if "predicted_s" in row:
+            cells.append(f"{row['predicted_speedup']:.2f}")
+        table.add_row(*cells)
+    table.caption = (
+        "MB: sent by a rank, ratio times less than in fp32; error: of a first message and of its sum; gain: in time;\n"
+        "by bytes: foretold from loopback and the bytes at the rate"
+    )
+    console.print(table)

@@ -1,0 +1,265 @@
+"""Names and layouts of Hugging Face checkpoints, and ours: pure functions over whole (unsharded) tensors.
+
+Theirs are those of the files on the Hub: each expert's matrices by themselves, GPT-2's linears transposed with query,
+key and value in one, DeepSeek's rotary dims in pairs (0, 1), (2, 3), .. where ours are (i, i + D/2).
+
+Besides parameters, our state has `layers.{i}.mlp.router.bias` (fp32 [E], what balances a sigmoid router); MTP modules'
+blocks are `mtp.layers.{k}.block`, theirs are layers after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.hf.config import family_of
+
+Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Some tensors of ours are some of theirs: their names, and how the values go over.
+
+    copies: names that theirs have beside, with the values of `theirs`; not read.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    to_hf: Convert = tuple
+    from_hf: Convert = tuple
+    copies: tuple[str, ...] = ()
+
+
+def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Their tensors for ours. A router's bias that `state` lacks is zero.
+
+    Raises ValueError: for a tensor that is missing or not the model's, or a model that transformers cannot express.
+    """
+    rules = rules_of(config)
+    biases = {name for name in _names(rules, "ours") if name.endswith("router.bias")}
+    state = {name: torch.zeros(config.moe.num_experts) for name in biases} | dict(state)
+    _check_names(state, _names(rules, "ours"), frozenset())
+    found: dict[str, Tensor] = {}
+    for rule in rules:
+        values = rule.to_hf([state[name] for name in rule.ours])
+        found.update(zip(rule.theirs, values, strict=True))
+        found.update(dict.fromkeys(rule.copies, values[0]))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our tensors for theirs. A head that is written out though it is tied is not read.
+
+    Raises ValueError: for a tensor that is missing or not the model's.
+    """
+    rules = rules_of(config)
+    unread = {name for rule in rules for name in rule.copies}
+    if config.tie_embeddings:
+        unread.add("lm_head.weight")
+    _check_names(state, _names(rules, "theirs"), unread)
+    found: dict[str, Tensor] = {}
+    for rule in rules:
+        found.update(zip(rule.ours, rule.from_hf([state[name] for name in rule.theirs]), strict=True))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def rules_of(config: ModelConfig) -> list[Rule]:
+    """Every tensor of the model, each once."""
+    if family_of(config) == "gpt2":
+        return _gpt2_rules(config)
+    rules = [
+        _same("embedding.weight", "model.embed_tokens.weight", copies=_copies(config, "embed_tokens.weight")),
+        _same("norm.weight", "model.norm.weight"),
+    ]
+    if not config.tie_embeddings:
+        rules.append(
+            _same("head.weight", "lm_head.weight", copies=_copies(config, "shared_head.head.weight"))
+        )
+    for index in range(config.num_layers):
+        rules += _block_rules(config, index, f"layers.{index}", f"model.layers.{index}")
+    for module in range(config.mtp.num_modules):
+        index = config.num_layers + module
+        ours, theirs = f"mtp.layers.{module}", f"model.layers.{index}"
+        rules += [
+            _same(f"{ours}.embedding_norm.weight", f"{theirs}.enorm.weight"),
+            _same(f"{ours}.hidden_norm.weight", f"{theirs}.hnorm.weight"),
+            _same(f"{ours}.proj.weight", f"{theirs}.eh_proj.weight"),
+            _same(f"{ours}.norm.weight", f"{theirs}.shared_head.norm.weight"),
+            *_block_rules(config, index, f"{ours}.block", theirs),
+        ]
+    return rules
+
+
+def _block_rules(config: ModelConfig, index: int, ours: str, theirs: str) -> list[Rule]:
+    rules = [
+        _same(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight"),
+        _same(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight"),
+    ]
+    attention = _mla_rules if config.uses_mla else _gqa_rules
+    rules += attention(config, f"{ours}.attention", f"{theirs}.self_attn")
+    if config.is_moe_layer(index):
+        return rules + _moe_rules(config, f"{ours}.mlp", theirs)
+    return rules + _mlp_rules(f"{ours}.mlp", f"{theirs}.mlp", bias=config.mlp_bias)
+
+
+def _gqa_rules(config: ModelConfig, ours: str, theirs: str) -> list[Rule]:
+    names = [f"{letter}_proj.weight" for letter in "qkvo"]
+    if config.attention_bias:
+        names += [f"{letter}_proj.bias" for letter in "qkvo"]
+    if config.qk_norm:
+        names += ["q_norm.weight", "k_norm.weight"]
+    return [_same(f"{ours}.{name}", f"{theirs}.{name}") for name in names]
+
+
+def _mla_rules(config: ModelConfig, ours: str, theirs: str) -> list[Rule]:
+    mla = config.mla
+    queries = _Pairing(plain=mla.qk_nope_head_dim, rotary=mla.qk_rope_head_dim)
+    keys = _Pairing(plain=mla.kv_lora_rank, rotary=mla.qk_rope_head_dim)
+    q_name = "q_proj" if mla.q_lora_rank is None else "q_b_proj"
+    rules = [
+        queries.rule(f"{ours}.q_up_proj.weight", f"{theirs}.{q_name}.weight"),
+        keys.rule(f"{ours}.kv_down_proj.weight", f"{theirs}.kv_a_proj_with_mqa.weight"),
+        _same(f"{ours}.kv_latent_norm.weight", f"{theirs}.kv_a_layernorm.weight"),
+        _same(f"{ours}.kv_up_proj.weight", f"{theirs}.kv_b_proj.weight"),
+        _same(f"{ours}.o_proj.weight", f"{theirs}.o_proj.weight"),
+    ]
+    if mla.q_lora_rank is not None:
+        rules += [
+            _same(f"{ours}.q_down_proj.weight", f"{theirs}.q_a_proj.weight"),
+            _same(f"{ours}.q_latent_norm.weight", f"{theirs}.q_a_layernorm.weight"),
+        ]
+    return rules
+
+
+def _mlp_rules(ours: str, theirs: str, *, bias: bool = False) -> list[Rule]:
+    return [
+        _same(f"{ours}.{part}_proj.{kind}", f"{theirs}.{part}_proj.{kind}")
+        for part in ("gate", "up", "down")
+        for kind in (("weight", "bias") if bias else ("weight",))
+    ]
+
+
+def _moe_rules(config: ModelConfig, ours: str, theirs: str) -> list[Rule]:
+    moe, is_mixtral = config.moe, family_of(config) == "mixtral"
+    theirs = f"{theirs}.{'block_sparse_moe' if is_mixtral else 'mlp'}"
+    parts = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    rules = [_same(f"{ours}.router.weight", f"{theirs}.gate.weight")]
+    for part, letter in parts.items():
+        name = letter if is_mixtral else part
+        rules.append(
+            Rule(
+                ours=(f"{ours}.experts.{part}.weight",),
+                theirs=tuple(f"{theirs}.experts.{expert}.{name}.weight" for expert in range(moe.num_experts)),
+                to_hf=lambda tensors: tensors[0].unbind(0),
+                from_hf=lambda tensors: (torch.stack(list(tensors)),),
+            )
+        )
+    if moe.router == "sigmoid":
+        rules.append(_same(f"{ours}.router.bias", f"{theirs}.gate.e_score_correction_bias"))
+    if moe.num_shared_experts:
+        rules += _mlp_rules(f"{ours}.shared", f"{theirs}.shared_experts")
+    return rules
+
+
+def _gpt2_rules(config: ModelConfig) -> list[Rule]:
+    rules = [
+        _same("embedding.weight", "transformer.wte.weight"),
+        _same("positions.weight", "transformer.wpe.weight"),
+        _same("norm.weight", "transformer.ln_f.weight"),
+        _same("norm.bias", "transformer.ln_f.bias"),
+    ]
+    if not config.tie_embeddings:
+        rules.append(_same("head.weight", "lm_head.weight"))
+    for index in range(config.num_layers):
+        ours, theirs = f"layers.{index}", f"transformer.h.{index}"
+        for our_norm, their_norm in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+            rules += [
+                _same(f"{ours}.{our_norm}.{kind}", f"{theirs}.{their_norm}.{kind}")
+                for kind in ("weight", "bias")
+            ]
+        # A weight [out, in] of theirs lies as [in, out]; a bias is the same either way.
+        rules += [
+            Rule(
+                ours=tuple(f"{ours}.attention.{letter}_proj.{kind}" for letter in "qkv"),
+                theirs=(f"{theirs}.attn.c_attn.{kind}",),
+                to_hf=lambda tensors: (torch.cat(list(tensors)).t(),),
+                from_hf=lambda tensors: tensors[0].t().chunk(3),
+            )
+            for kind in ("weight", "bias")
+        ]
+        for our_linear, their_linear in (
+            ("attention.o_proj", "attn.c_proj"),
+            ("mlp.up_proj", "mlp.c_fc"),
+            ("mlp.down_proj", "mlp.c_proj"),
+        ):
+            rules += [
+                Rule(
+                    ours=(f"{ours}.{our_linear}.{kind}",),
+                    theirs=(f"{theirs}.{their_linear}.{kind}",),
+                    to_hf=lambda tensors: (tensors[0].t(),),
+                    from_hf=lambda tensors: (tensors[0].t(),),
+                )
+                for kind in ("weight", "bias")
+            ]
+    return rules
+
+
+def _same(ours: str, theirs: str, copies: tuple[str, ...] = ()) -> Rule:
+    return Rule(ours=(ours,), theirs=(theirs,), copies=copies)
+
+
+def _copies(config: ModelConfig, name: str) -> tuple[str, ...]:
+    """DeepSeek's files repeat embedding and head in each MTP module."""
+    return tuple(
+        f"model.layers.{config.num_layers + module}.{name}" for module in range(config.mtp.num_modules)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pairing:
+    """Rows in groups of `plain` + `rotary` (a head, or the one of the keys), whose last are turned in pairs."""
+
+    plain: int
+    rotary: int
+
+    def rule(self, ours: str, theirs: str) -> Rule:
+        return Rule(
+            ours=(ours,),
+            theirs=(theirs,),
+            to_hf=lambda tensors: (self._permuted(tensors[0], is_ours=True),),
+            from_hf=lambda tensors: (self._permuted(tensors[0], is_ours=False),),
+        )
+
+    def _permuted(self, weight: Tensor, *, is_ours: bool) -> Tensor:
+        """Pair i is rows i and i + D/2 of ours, 2i and 2i + 1 of theirs."""
+        groups = weight.unflatten(0, (-1, self.plain + self.rotary))
+        plain, rotary = groups.split((self.plain, self.rotary), dim=1)
+        half = self.rotary // 2
+        shape = (2, half) if is_ours else (half, 2)
+        rotary = rotary.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+        return torch.cat((plain, rotary), dim=1).flatten(0, 1)
+
+
+def _names(rules: Sequence[Rule], side: str) -> set[str]:
+    return {name for rule in rules for name in getattr(rule, side)}
+
+
+def _check_names(state: Mapping[str, Tensor], wanted: set[str], unread: set[str] | frozenset[str]) -> None:
+    missing, foreign = sorted(wanted - set(state)), sorted(set(state) - wanted - unread)
+    if missing or foreign:
+        raise ValueError(
+            "; ".join(
+                f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ..' if len(names) > 3 else ''})"
+                for names, what in (
+                    (missing, "of the model are missing"),
+                    (foreign, "do not belong to the model"),
+                )
+                if names
+            )
+            + "; the weights have to be those of the model's shape"
+        )
