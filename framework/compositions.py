@@ -126,6 +126,13 @@ FEATURES: tuple[Feature, ...] = (
         value=lambda config: f"model.moe.num_experts={config.model.moe.num_experts}",
     ),
     Feature(
+        key="balance",
+        title="experts that move",
+        setting="balance.interval_steps > 0",
+        active=lambda config: config.balance.interval_steps > 0,
+        value=lambda config: f"balance.interval_steps={config.balance.interval_steps}",
+    ),
+    Feature(
         key="mtp",
         title="multi-token prediction",
         setting="model.mtp.num_modules > 0",
@@ -138,6 +145,20 @@ FEATURES: tuple[Feature, ...] = (
         setting="model.mla.kv_lora_rank > 0",
         active=lambda config: config.model.uses_mla,
         value=lambda config: f"model.mla.kv_lora_rank={config.model.mla.kv_lora_rank}",
+    ),
+    Feature(
+        key="post_validation",
+        title="steps that do not wait for the norm",
+        setting="optimizer.post_validation=true",
+        active=lambda config: config.optimizer.post_validation,
+        value=lambda config: f"optimizer.post_validation={str(config.optimizer.post_validation).lower()}",
+    ),
+    Feature(
+        key="batch_ramp",
+        title="a batch that grows",
+        setting="training.batch_ramp.ramp_samples=N",
+        active=lambda config: config.training.batch_ramp.ramp_samples is not None,
+        value=lambda config: f"training.batch_ramp.ramp_samples={config.training.batch_ramp.ramp_samples}",
     ),
     Feature(
         key="tied_embeddings",

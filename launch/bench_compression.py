@@ -54,7 +54,7 @@ def bench_compression(config: CompressionBenchConfig, folder: Path, console: Con
     if rate is not None:
         measured[f"{rate:g} Mbit/s"] = _measure(config, rate, model, methods, folder)
     rows = _mappings(measured, rate)
-    _print(rows, rate is not None, console)
+    _print(rows, console)
     return {"rows": rows, "rate_limited": reason or ("measured" if rate is not None else "not asked for")}
 
 
@@ -148,29 +148,33 @@ def _mappings(measured: Mapping[str, Sequence[Row]], rate: float | None) -> list
     return mappings
 
 
-def _print(rows: Sequence[dict[str, Any]], is_limited: bool, console: Console) -> None:
-    table = Table(title="gradients on the wire", title_justify="left")
-    columns = ["link", "method", "MB", "ratio", "error", "of sum", "step ms", "gain"]
-    if is_limited:
-        columns += ["by bytes"]
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("link", "method") else "right", no_wrap=True)
-    for row in rows:
-        cells = [
-            row["link"],
-            row["method"],
-            f"{row['sent_bytes'] / 1e6:.2f}",
-            f"{row['ratio']:.1f}",
-            f"{row['message_error']:.3f}",
-            f"{row['sum_error']:.3f}",
-            f"{1e3 * row['best_s']:.0f}",
-            f"{row['speedup']:.2f}",
-        ]
-        if "predicted_s" in row:
-            cells.append(f"{row['predicted_speedup']:.2f}")
-        table.add_row(*cells)
-    table.caption = (
-        "MB: sent by a rank, ratio times less than in fp32; error: of a first message and of its sum; gain: in time;\n"
-        "by bytes: foretold from loopback and the bytes at the rate"
-    )
-    console.print(table)
+def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    for link in dict.fromkeys(row["link"] for row in rows):
+        table = Table(title=f"gradients on the wire, {link}", title_justify="left", caption_justify="left")
+        table.add_column("method")
+        titles = ["MB", "ratio", "error", "of sum", "step ms", "gain"]
+        if link != LOOPBACK:
+            titles.append("by bytes")
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in rows:
+            if row["link"] == link:
+                table.add_row(row["method"], *_cells(row))
+        table.caption = "MB: of a rank; error: of a first message and of its sum; gain: in time"
+        if link != LOOPBACK:
+            table.caption += (
+                "\nby bytes: the gain foretold by the step over loopback and the bytes at the rate"
+            )
+        console.print(table)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    cells = [
+        f"{row['sent_bytes'] / 1e6:.2f}",
+        f"{row['ratio']:.1f}",
+        f"{row['message_error']:.3f}",
+        f"{row['sum_error']:.3f}",
+        f"{1e3 * row['best_s']:.0f}",
+        f"{row['speedup']:.2f}",
+    ]
+    return cells + ([f"{row['predicted_speedup']:.2f}"] if "predicted_speedup" in row else [])

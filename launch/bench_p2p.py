@@ -110,7 +110,7 @@ def _mapping(row: Row) -> dict[str, Any]:
 
 def _print(rows: Sequence[Row], console: Console) -> None:
     title = "transfers in chunks of so many KiB, beside the same whole"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in ("link", "case", "MiB", "KiB", "whole ms", "ratio", "of pairs", ""):
         left = column in ("link", "case", "")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)

@@ -27,6 +27,22 @@ SMALL = {
     "logger": "jsonl",
     "launcher.threads_per_rank": "1",
 }
+# The same for the benches, each of which has values of its own.
+COMPUTE_BENCH = ["schedules=[1f1b]", "repeats=1"]
+BENCH = {
+    "schedules": ["mode=sleep", "repeats=1", "action_ms=1", "num_ranks=2", "num_microbatches=[4]"],
+    "overlap": ["mode=sleep", "schedules=[dualpipe]", "repeats=1", "phase_ms=2", "num_microbatches=4"],
+    "optimizer": ["schedules=[1f1b]", "repeats=1", "action_ms=1", "num_ranks=2", "num_steps=2"],
+    "p2p": [
+        "repeats=1",
+        "tensor_mib=[0.25]",
+        "chunk_kib=[64]",
+        "mbit_per_s=[]",
+        "num_ranks=2",
+        "action_ms=1",
+    ],
+    "compression": ["repeats=1", "methods=[onebit]", "mbit_per_s=null", "compute_ms=1"],
+}
 
 
 def commands() -> list[str]:
@@ -54,19 +70,18 @@ def test_command_of_the_docs_runs(line: str, tmp_path: Path) -> None:
     small = {
         key: value for key, value in SMALL.items() if not any(word.startswith(f"{key}=") for word in words)
     }
-    if "runs/RUN" in line:
+    if name := re.search("runs/(RUN|EXPERTS)", line):
+        if name[1] == "EXPERTS":
+            small |= {"model": "tiny_mixtral", "parallel": "pp2_dp2_ep2"}
         first = [str(BIN / "counterflow"), "train", *(f"{key}={value}" for key, value in small.items())]
-        done = run([*first, "training.num_steps=1", "--out", "runs/RUN"], tmp_path)
+        done = run([*first, "training.num_steps=1", "--out", name[0]], tmp_path)
         assert done.returncode == 0, done.stderr
         words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
     if words[1] in ("train", "parity", "memory", "profile") and "--cfg" not in words:
         words += [f"{key}={value}" for key, value in small.items()]
         words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
     if words[1] == "bench":
-        is_compute = "mode=compute" in words
-        words += ["schedules=[1f1b]", "repeats=1"] if is_compute else [
-            "mode=sleep", "repeats=1", "action_ms=1", "num_ranks=2", "num_microbatches=[4]",
-        ]  # fmt: skip
+        words += COMPUTE_BENCH if "mode=compute" in words else BENCH[words[2]]
     done = run([str(BIN / words[0]), *words[1:]], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 

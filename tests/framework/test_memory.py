@@ -80,9 +80,10 @@ def test_activations_are_what_the_cost_model_says(
 ) -> None:
     config = tiny_config(pp=2, schedule="dualpipe", recompute={"mode": mode}, model=model)
     for rank in ranks.run(measure, 2, config, run_context(tiny_data, tmp_path), torch.device("cpu")):
-        # Tables of rotary positions, 16 x 8 x 2 numbers, come on top; of a router's numbers the larger are counted.
-        assert 0.99 * rank.expected_activations <= rank.activations
-        assert rank.activations <= (1.03 if model else 1.01) * rank.expected_activations + 1024
+        # Tables of rotary positions, 16 x 8 x 2 numbers, come on top; of what routers and MTP modules keep for each
+        # token the larger part is counted.
+        tolerance = (0.03 if model else 0.01) * rank.expected_activations
+        assert abs(rank.activations - rank.expected_activations) <= tolerance + 1024
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])
