@@ -16,7 +16,7 @@ from framework.data.loader import BatchLoader, TokenDataset
 from framework.data.prepare import PreparedData
 from framework.optimizer import ModelOptimizer
 from framework.rebalance import Balancer
-from framework.recompute import recompute_plan
+from framework.recompute import as_executed, recompute_plan
 from models.config import ModelConfig
 from models.cost import model_cost
 from models.partition import partition
@@ -26,7 +26,6 @@ from parallel.expert import CommunicationPoint, ExpertParallel, even_placement
 from parallel.mesh import Mesh, build_mesh
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.overlap import Interleaver
-from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.simulate import bubble_formula, simulate
 from parallel.pipeline.stage import Stage
@@ -217,13 +216,7 @@ def lowered_schedule(config: TrainConfig, num_microbatches: int) -> Schedule:
     Raises ValueError: where the schedule does not take them.
     """
     counted = replace(config.schedule, num_microbatches=num_microbatches)
-    return lower(
-        build_schedule(counted, config.parallel),
-        zero_stage=config.zero.stage,
-        reshard_after=config.zero.reshard_after,
-        early_sends=config.schedule.early_sends,
-        overlap=config.overlaps_experts,
-    )
+    return as_executed(config, build_schedule(counted, config.parallel))
 
 
 def balancer(config: TrainConfig) -> Balancer | None:

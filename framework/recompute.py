@@ -9,6 +9,7 @@ that a stage hands on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,15 +33,43 @@ BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2}
 
 
 def recompute_plan(
-    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool = False
+    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
 ) -> dict[int, Parts]:
-    """What each layer recomputes. schedule: compute actions with or without others.
+    """What each layer recomputes. schedule: compute actions, or what the ranks execute.
+
+    on_cpu: whether the ranks compute on a CPU; None: they do where there is no GPU. Before ranks start and in them
+    the plan is the same.
 
     Raises ValueError: where the budget of `auto` is less than recomputing everything needs.
     """
     if config.recompute.mode != "auto":
         return plan_of(config.recompute, config.model)
-    return _Search(config, schedule, vocab_size, on_cpu).plan()
+    if on_cpu is None:
+        on_cpu = not _has_gpu()
+    return _Search(config, as_executed(config, schedule), vocab_size, on_cpu).plan()
+
+
+def as_executed(config: TrainConfig, schedule: Schedule) -> Schedule:
+    """`schedule` as the ranks execute it: pairs and early sends change how many micro-batches live at once."""
+    from parallel.pipeline.passes import lower
+
+    if any(action.kind is Kind.REDUCE_GRAD for actions in schedule.actions for action in actions):
+        return schedule
+    return lower(
+        schedule,
+        zero_stage=config.zero.stage,
+        reshard_after=config.zero.reshard_after,
+        early_sends=config.schedule.early_sends,
+        overlap=config.overlaps_experts,
+    )
+
+
+def _has_gpu() -> bool:
+    # Asked through NVML, which leaves CUDA untouched: the ranks are forked from a process that has asked.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def peak_activation_bytes(

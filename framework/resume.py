@@ -40,12 +40,17 @@ def resume_problems(
             ("data_hash", data_hash or metadata["data_hash"], "use the same data.* and tokenizer.* values"),
             ("seed", config.seed, "use the same seed"),
             (
+                "seq_length",
+                config.data.seq_length,
+                "keep data.seq_length, by which the text is cut into samples",
+            ),
+            (
                 "global_batch_size",
                 config.global_batch_size,
                 "keep micro-batches x micro_batch_size x data_parallel_size as it was",
             ),
         )
-        if metadata[key] != mine
+        if metadata.get(key, mine) != mine
     ]
     num_steps, num_samples = metadata["num_steps"], metadata["num_samples"]
     expected = config.batch_plan.samples_before(num_steps)

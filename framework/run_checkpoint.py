@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -59,8 +60,12 @@ def compression_boxes(assembly: Assembly) -> Iterator[TensorBox]:
                 )
 
 
-def compression_layout(config: TrainConfig) -> dict[str, Any]:
-    """What has to be the same for the state of compressed reductions to mean the same: plain values by name."""
+def compression_layout(assembly: Assembly) -> dict[str, Any]:
+    """What has to be the same for the state of compressed reductions to mean the same: plain values by name.
+
+    That is how the model is cut into stages, units and slots, and whose experts are in them.
+    """
+    config = assembly.config
     compression, mesh = config.compression, to_mapping(config.parallel)
     return {
         "compression.method": compression.method,
@@ -68,6 +73,11 @@ def compression_layout(config: TrainConfig) -> dict[str, Any]:
         "compression.rank": compression.rank,
         "zero.stage": config.zero.stage,
         "schedule.name": config.schedule.name,
+        "schedule placement": [list(stages) for stages in assembly.schedule.placement],
+        "data.seq_length": config.data.seq_length,
+        "vocab_size": assembly.vocab_size,
+        "model": to_mapping(config.model),
+        "experts' places": {} if assembly.balancer is None else assembly.balancer.state()["placements"],
         **{f"parallel.{name}": value for name, value in mesh.items()},
     }
 
@@ -81,13 +91,14 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         "num_samples": assembly.train.plan.samples_before(num_steps),
         "global_batch_size": assembly.config.global_batch_size,
         "seed": assembly.config.seed,
+        "seq_length": assembly.config.data.seq_length,
         "num_experts": assembly.config.model.moe.num_experts,
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
     boxes = list(state_boxes(assembly))
     if assembly.config.compression.method != "none":
-        metadata["compression"] = compression_layout(assembly.config)
+        metadata["compression"] = compression_layout(assembly)
         boxes += compression_boxes(assembly)
     if assembly.balancer is not None:
         metadata["balance"] = assembly.balancer.state()
@@ -110,14 +121,13 @@ def save_if_due(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         save_state(assembly, run, num_steps)
 
 
-def goes_on_compressed(config: TrainConfig, saved: Mapping[str, Any]) -> bool:
+def goes_on_compressed(assembly: Assembly, saved: Mapping[str, Any]) -> bool:
     """Whether what compressed reductions kept is to be loaded; else they start anew, and the log says why."""
-    if config.compression.method == "none":
+    if assembly.config.compression.method == "none":
         return False
-    before, now = saved.get("compression", {}), compression_layout(config)
-    changed = [
-        f"{name}={value} ({before.get(name)})" for name, value in now.items() if before.get(name) != value
-    ]
+    # As JSON, which is what the saved one has been through: it knows no tuples.
+    before, now = saved.get("compression", {}), json.loads(json.dumps(compression_layout(assembly)))
+    changed = [name for name, value in now.items() if before.get(name) != value]
     if changed:
         logger.warning(
             "compressed reductions start anew: what they had left out was kept for another layout; changed: %s",
@@ -144,7 +154,7 @@ def resume(assembly: Assembly, run: RunContext) -> int:
         # Before anything is loaded: what goes into a slot depends on whose it is.
         assembly.balancer.restore(saved["balance"], assembly)
     boxes = list(state_boxes(assembly))
-    if goes_on_compressed(assembly.config, saved):
+    if goes_on_compressed(assembly, saved):
         boxes += compression_boxes(assembly)
     metadata = load(
         folder,

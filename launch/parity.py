@@ -31,13 +31,8 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     # Neither records nor checkpoints: the comparison reads its own files.
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
     check(config)
-    if config.compression.method != "none":
-        raise ConfigError(
-            [
-                f"compression.method={config.compression.method}: compressed gradients are not those of one process, "
-                "and parity is to 1e-5; set compression=none"
-            ]
-        )
+    if problems := _refused(config):
+        raise ConfigError(problems)
 
     from framework.checkpoint.manifest import step_folder
     from framework.parity import NUM_STEPS, reference_config, to_mapping
@@ -67,6 +62,27 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             grace_s=config.launcher.grace_s,
         )
     return {"layout": layout_text(config), "run_dir": str(context.run_dir), **to_mapping(parity)}
+
+
+def _refused(config: TrainConfig) -> list[str]:
+    """What parity, five plain steps of a layout beside one process, cannot judge."""
+    problems: list[str] = []
+    if config.compression.method != "none":
+        problems.append(
+            f"compression.method={config.compression.method}: compressed gradients are not those of one process, "
+            "and parity is to 1e-5; set compression=none"
+        )
+    if config.balance.interval_steps:
+        problems.append(
+            f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the steps that parity "
+            "compares; set balance.interval_steps=0"
+        )
+    if config.optimizer.post_validation:
+        problems.append(
+            "optimizer.post_validation=true: parity compares each step when it is validated; set it to false, which "
+            "gives the same bits"
+        )
+    return problems
 
 
 def layout_text(config: TrainConfig) -> str:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from framework.activations import saved_bytes
-from framework.build import build
+from framework.build import build, lowered_schedule
 from framework.config import TrainConfig, build_schedule
 from framework.data.prepare import PreparedData
 from framework.errors import ConfigError
-from framework.recompute import as_text, peak_activation_bytes, recompute_plan
+from framework.recompute import as_executed, as_text, peak_activation_bytes, recompute_plan
 from framework.run import RunContext
 from framework.train import forward_backward, learning_rate_of, seed_everything
 from models.cost import recomputed_flops
@@ -178,23 +178,44 @@ def test_auto_keeps_within_its_budget(schedule: str, name: str) -> None:
     """A plan is within its budget; nothing is recomputed where nothing need be."""
     nodes: dict[str, Any] = {} if name == "dense" else {"model": MIXTURES[name]}
     config = tiny_config(schedule=schedule, pp=2, **nodes)
-    compute = build_schedule(config.schedule, config.parallel)
-    most = max(peak_activation_bytes(config, compute, {}, vocab_size=321))
+    executed = as_executed(config, build_schedule(config.schedule, config.parallel))
+    most = max(peak_activation_bytes(config, executed, {}, vocab_size=321, on_cpu=True))
     found: list[int] = []
     for share in (1.0, 0.9, 0.7, 0.5):
         budget = round(share * most)
         config = replace(config, recompute=RecomputeConfig(mode="auto", budget_bytes=budget))
-        plan = recompute_plan(config, compute, vocab_size=321)
-        assert max(peak_activation_bytes(config, compute, plan, vocab_size=321)) <= budget
+        plan = recompute_plan(config, executed, vocab_size=321, on_cpu=True)
+        assert max(peak_activation_bytes(config, executed, plan, vocab_size=321, on_cpu=True)) <= budget
         found.append(sum(recomputed_flops(config.model, *each, seq_length=16) for each in plan.items()))
         for layer, parts in plan.items():
             less = {**plan, layer: NOTHING}
-            assert max(peak_activation_bytes(config, compute, less, vocab_size=321)) > budget, parts
+            assert max(peak_activation_bytes(config, executed, less, vocab_size=321, on_cpu=True)) > budget, (
+                parts
+            )
     assert found[0] == 0
     assert 0 < found[1] < found[-1]
     config = replace(config, recompute=RecomputeConfig(mode="auto", budget_bytes=1000))
     with pytest.raises(ValueError, match=r"recompute\.budget_bytes=1000: pipeline rank \d holds \d+ bytes"):
-        recompute_plan(config, compute, vocab_size=321)
+        recompute_plan(config, executed, vocab_size=321, on_cpu=True)
+
+
+def test_what_is_told_before_ranks_start_is_what_ranks_do() -> None:
+    """Pairs that overlap hold one micro-batch more than the schedule as it is named."""
+    config = tiny_config(
+        schedule="interleaved_1f1b",
+        pp=2,
+        dp=2,
+        model=MIXTURES["mixtral"] | {"num_layers": 4},
+        parallel={"expert_parallel_size": 2},
+    )
+    named = build_schedule(config.schedule, config.parallel)
+    executed = lowered_schedule(config, config.schedule.num_microbatches)
+    most = max(peak_activation_bytes(config, executed, {}, vocab_size=321, on_cpu=True))
+    assert max(peak_activation_bytes(config, named, {}, vocab_size=321, on_cpu=True)) < most
+    config = replace(config, recompute=RecomputeConfig(mode="auto", budget_bytes=most - 1))
+    told = recompute_plan(config, named, vocab_size=321, on_cpu=True)
+    assert told == recompute_plan(config, executed, vocab_size=321, on_cpu=True)
+    assert any(told.values())
 
 
 def test_mistakes_are_told_before_ranks_start() -> None:
