@@ -97,6 +97,9 @@ def recorded_loads(run_dir: Path, last_steps: int = 0) -> tuple[dict[int, list[f
 
     Raises ValueError: where there are none.
     """
+    if not run_dir.is_dir():
+        what = "is a file, not the folder of a run" if run_dir.exists() else "there is no such folder"
+        raise ValueError(f"{run_dir}: {what}; name that of a run, as in counterflow balance runs/RUN")
     path = run_dir / METRICS_FILE
     records: list[StepRecord] = read_records(path) if path.exists() else []
     routed = [record.moe for record in records if record.moe is not None][-last_steps:]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.help import COMMANDS, command_help, program_help
+from launch.help import COMMANDS, command_help, foreign_options, program_help
 
 if TYPE_CHECKING:
     from framework.config import TrainConfig
@@ -25,16 +25,6 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _VALUE_OPTIONS = ("--out", "--cfg", "--config-dir", "--step")
 _OPTIONS = (*_VALUE_OPTIONS, "--json", "--traceback", "--multirun", "--model-only", "--help", "--version")
-
-
-# Options of the others, by command: the first three do not take the config of a run.
-_FOREIGN = {
-    "timeline": ("--out", "--cfg", "--multirun", "--config-dir", "--model-only"),
-    "bench": ("--cfg", "--multirun", "--config-dir", "--step", "--model-only"),
-    "balance": ("--cfg", "--multirun", "--config-dir", "--step", "--model-only"),
-    "plan": ("--out", "--step"),
-}
-_FOREIGN_TO_MOST = ("--step", "--model-only")
 
 
 class UsageError(ValueError):
@@ -106,7 +96,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             f"{command}: no such command{_near(command, COMMANDS)}; the commands are {', '.join(COMMANDS)}"
         )
     if command is not None:
-        for name in _FOREIGN.get(command, _FOREIGN_TO_MOST):
+        for name in foreign_options(command):
             if name in values:
                 raise UsageError(
                     f"{name}: no option of {command}; `counterflow {command} --help` shows its own"

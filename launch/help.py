@@ -318,6 +318,15 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 
+# Options of the program that a command does not take: the first three do not take the config of a run.
+_FOREIGN = {
+    "timeline": ("--out", "--cfg", "--multirun", "--config-dir", "--model-only"),
+    "bench": ("--cfg", "--multirun", "--config-dir", "--step", "--model-only"),
+    "balance": ("--cfg", "--multirun", "--config-dir", "--step", "--model-only"),
+    "plan": ("--out", "--step"),
+}
+_FOREIGN_TO_MOST = ("--step", "--model-only")
+
 _OPTIONS = """\
 options (anywhere on the line):
   --json             the last line of stdout is one JSON object (a list with --multirun); the rest goes to stderr
@@ -332,6 +341,11 @@ options (anywhere on the line):
 
 exit codes: 0 done, 1 the run failed, 2 a mistake on the command line or in the config, 130 Ctrl-C, 143 SIGTERM
 """
+
+
+def foreign_options(command: str) -> tuple[str, ...]:
+    """The options that `command` refuses, and its help leaves out."""
+    return _FOREIGN.get(command, _FOREIGN_TO_MOST)
 
 
 def program_help() -> str:
@@ -376,4 +390,6 @@ def command_help(name: str) -> str:
         *(f"  {line}" for line in dedent(command.output).splitlines()),
         "",
     ]
-    return "\n".join(lines) + "\n" + _OPTIONS
+    refused = tuple(f"  {option}" for option in foreign_options(name))
+    options = (line for line in _OPTIONS.splitlines() if not line.startswith(refused))
+    return "\n".join(lines) + "\n" + "\n".join(options) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import UsageError, main, parse
-from launch.help import COMMANDS
+from launch.help import COMMANDS, command_help, foreign_options
 
 _ROOT = Path(__file__).parents[2]
 _FOUR_STAGES = ["parallel.pipeline_parallel_size=4", "schedule.num_microbatches=8"]
@@ -209,3 +210,16 @@ def test_a_sweep_with_a_mistake_runs_nothing(tmp_path: Path, capfd: pytest.Captu
     ]
     assert "schedule.num_microbatches=7" in _fails(argv, capfd)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_commands_help_lists_the_options_that_it_takes(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused = foreign_options(command)
+    listed = re.findall(r"^  (--[a-z-]+)", command_help(command), flags=re.MULTILINE)
+    assert not set(listed) & set(refused)
+    for option in set(refused) - {"--step"}:
+        words = [option] if option in ("--multirun", "--model-only") else [option, "job"]
+        assert main([command, *words]) == 2
+        assert f"{option}: no option of {command}" in capfd.readouterr().err
