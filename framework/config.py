@@ -267,10 +267,12 @@ def _ramp_problems(config: TrainConfig) -> list[str]:
                 build_schedule(counted, config.parallel)
         except ValueError as error:
             ramp = config.training.batch_ramp
+            rule = str(error).partition(";")[0]  # its remedy is for the number of all steps
             return [
                 f"training.batch_ramp.start_num_microbatches={ramp.start_num_microbatches}: with increment="
                 f"{ramp.increment} step {phase.first_step} has {phase.num_microbatches} micro-batches, and "
-                f"schedule={config.schedule.name} does not take them: {error}"
+                f"schedule={config.schedule.name} does not take them: {rule} (steps count from 0); choose "
+                "start_num_microbatches and increment so that it takes every size"
             ]
     return []
 

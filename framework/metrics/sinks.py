@@ -201,7 +201,7 @@ class WandbSink:
         values = {
             "final_loss": summary.final_loss,
             "final_validation_loss": summary.validation_loss,
-            "mean_tokens_per_s": summary.tokens_per_s,
+            "median_tokens_per_s": summary.tokens_per_s,
             "seconds": summary.seconds,
         }
         self._try(lambda: self._run.summary.update(values))
