@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.bench.config import CompressionBenchConfig
-from framework.bench.network import RankNetwork, rate_limited, why_not
+from framework.bench.network import why_not
+from launch.bench_ranks import run_ranks
 from launch.compose import compose_config
 from models.config import ModelConfig
 from parallel.compress_config import CompressionConfig
@@ -65,21 +64,10 @@ def _measure(
     methods: Mapping[str, CompressionConfig],
     folder: Path,
 ) -> list[Row]:
-    from launch.elastic import run_local
-
-    limited = nullcontext(()) if rate is None else rate_limited(config.num_ranks, rate)
     link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
-    store = folder / f"store-{link.split()[0]}"
-    with limited as networks:
-        rows: list[Row] = run_local(
-            _rank,
-            (config, link, model, methods, networks, str(store.absolute())),
-            num_ranks=config.num_ranks,
-            run_dir=folder,
-            threads_per_rank=1,
-        )[0]
-    store.unlink(missing_ok=True)
-    return rows
+    return run_ranks(
+        _rank, (config, link, model, methods), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate
+    )
 
 
 def _rank(
@@ -87,31 +75,18 @@ def _rank(
     link: str,
     model: ModelConfig,
     methods: Mapping[str, CompressionConfig],
-    networks: Sequence[RankNetwork],
-    store: str,
 ) -> list[Row]:
-    import torch.distributed as dist
-
     from framework.bench.compression import measure_compression
 
-    rank = int(os.environ["RANK"])
-    if networks:
-        networks[rank].enter()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    return measure_compression(
+        link,
+        model,
+        methods,
+        is_everywhere=config.everywhere,
+        compute_s=config.compute_ms / 1e3,
+        repeats=config.repeats,
+        report=_say,
     )
-    try:
-        return measure_compression(
-            link,
-            model,
-            methods,
-            is_everywhere=config.everywhere,
-            compute_s=config.compute_ms / 1e3,
-            repeats=config.repeats,
-            report=_say,
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 def _say(row: Row) -> None:

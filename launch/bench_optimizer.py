@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.bench.config import OptimizerBenchConfig
+from launch.bench_ranks import run_ranks
 
 if TYPE_CHECKING:
     from framework.bench.optimizer import OptimizerRow
@@ -20,7 +20,6 @@ def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console
 
     Raises ValueError: where a schedule does not take the sizes. RunFailedError: where a rank fails.
     """
-    from launch.elastic import run_local
     from parallel.pipeline.generate import generate
 
     for name in config.schedules:
@@ -31,32 +30,24 @@ def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console
         "the norm, that do not, and of which every other one has to be made again",
         highlight=False,
     )
-    rows: list[OptimizerRow] = run_local(
-        _rank, (config,), num_ranks=config.num_ranks, run_dir=folder, threads_per_rank=1
-    )[0]
+    rows: list[OptimizerRow] = run_ranks(_rank, (config,), num_ranks=config.num_ranks, folder=folder)
     mapped = [_mapping(row) for row in rows]
     _print(mapped, console)
     return {"rows": mapped}
 
 
 def _rank(config: OptimizerBenchConfig) -> list[OptimizerRow]:
-    import torch.distributed as dist
-
     from framework.bench.optimizer import measure_optimizer
 
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    try:
-        return measure_optimizer(
-            config.schedules,
-            config.num_ranks,
-            config.num_microbatches,
-            config.action_ms / 1e3,
-            config.num_steps,
-            config.repeats,
-            _say,
-        )
-    finally:
-        dist.destroy_process_group()
+    return measure_optimizer(
+        config.schedules,
+        config.num_ranks,
+        config.num_microbatches,
+        config.action_ms / 1e3,
+        config.num_steps,
+        config.repeats,
+        _say,
+    )
 
 
 def _say(row: OptimizerRow) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.bench.config import OverlapBenchConfig
-from framework.bench.network import RankNetwork, rate_limited, why_not
+from framework.bench.network import why_not
+from launch.bench_ranks import run_ranks
 
 if TYPE_CHECKING:
     from framework.bench.overlap import Row, Workload
@@ -28,7 +27,6 @@ def bench_overlap(config: OverlapBenchConfig, folder: Path, console: Console) ->
     Raises ValueError: where namespaces are asked for and cannot be made. RunFailedError: where a rank fails.
     """
     from framework.bench.overlap import NUM_RANKS, Workload, sleeping_workload
-    from launch.elastic import run_local
 
     reason = None if config.network == "injected" else why_not()
     if config.network == "namespaces" and reason is not None:
@@ -58,62 +56,31 @@ def bench_overlap(config: OverlapBenchConfig, folder: Path, console: Console) ->
         soft_wrap=True,
     )
     rows: list[Row] = []
-    for number, workload in enumerate(workloads):
-        store = folder / f"store-{number}"
-        try:
-            with _networks(None if is_injected else config.mbit_per_s, NUM_RANKS) as networks:
-                rows += run_local(
-                    _rank,
-                    (config, workload, networks, str(store.absolute()), bytes_per_s if is_injected else None),
-                    num_ranks=NUM_RANKS,
-                    run_dir=folder,
-                    threads_per_rank=1,
-                )[0]
-        finally:
-            store.unlink(missing_ok=True)
+    for workload in workloads:
+        rows += run_ranks(
+            _rank,
+            (config, workload, bytes_per_s if is_injected else None),
+            num_ranks=NUM_RANKS,
+            folder=folder,
+            mbit_per_s=None if is_injected else config.mbit_per_s,
+        )
     mappings = [_mapping(row) for row in rows]
     _print(mappings, console)
     pictures = [str(draw(row, folder / f"overlap_{row.schedule}_{row.compute}.png", network)) for row in rows]
     return {"network": network, "rows": mappings, "png": pictures}
 
 
-@contextmanager
-def _networks(mbit_per_s: float | None, num_ranks: int) -> Iterator[Sequence[RankNetwork]]:
-    if mbit_per_s is None:
-        yield ()
-        return
-    with rate_limited(num_ranks, mbit_per_s) as networks:
-        yield networks
-
-
-def _rank(
-    config: OverlapBenchConfig,
-    workload: Workload,
-    networks: Sequence[RankNetwork],
-    store: str,
-    injected_bytes_per_s: float | None,
-) -> list[Row]:
-    import torch.distributed as dist
-
+def _rank(config: OverlapBenchConfig, workload: Workload, injected_bytes_per_s: float | None) -> list[Row]:
     from framework.bench.overlap import measure_overlap
 
-    rank = int(os.environ["RANK"])
-    if networks:
-        networks[rank].enter()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    return measure_overlap(
+        config.schedules,
+        config.num_microbatches,
+        config.repeats,
+        workload,
+        injected_bytes_per_s=injected_bytes_per_s,
+        report=_say,
     )
-    try:
-        return measure_overlap(
-            config.schedules,
-            config.num_microbatches,
-            config.repeats,
-            workload,
-            injected_bytes_per_s=injected_bytes_per_s,
-            report=_say,
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 def _say(row: Row) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.bench.config import P2PBenchConfig
-from framework.bench.network import RankNetwork, rate_limited, why_not
+from framework.bench.network import why_not
+from launch.bench_ranks import run_ranks
 
 if TYPE_CHECKING:
     from framework.bench.p2p import Case, Row
@@ -47,52 +46,23 @@ def bench_p2p(config: P2PBenchConfig, folder: Path, console: Console) -> dict[st
 
 def _measure(config: P2PBenchConfig, rate: float | None, folder: Path) -> list[Row]:
     from framework.bench.p2p import CASES
-    from launch.elastic import run_local
 
-    limited = nullcontext(()) if rate is None else rate_limited(config.num_ranks, rate)
     link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
-    store = folder / f"store-{link.split()[0]}"
-    with limited as networks:
-        rows: list[Row] = run_local(
-            _rank,
-            (config, CASES, link, networks, str(store.absolute())),
-            num_ranks=config.num_ranks,
-            run_dir=folder,
-            threads_per_rank=1,
-        )[0]
-    store.unlink(missing_ok=True)
-    return rows
+    return run_ranks(_rank, (config, CASES, link), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate)
 
 
-def _rank(
-    config: P2PBenchConfig,
-    cases: Sequence[Case],
-    link: str,
-    networks: Sequence[RankNetwork],
-    store: str,
-) -> list[Row]:
-    import torch.distributed as dist
-
+def _rank(config: P2PBenchConfig, cases: Sequence[Case], link: str) -> list[Row]:
     from framework.bench.p2p import measure_p2p
 
-    rank = int(os.environ["RANK"])
-    if networks:
-        networks[rank].enter()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    return measure_p2p(
+        link,
+        cases,
+        [int(size * 2**20) for size in config.tensor_mib],
+        [size * 2**10 for size in config.chunk_kib],
+        action_s=config.action_ms / 1e3,
+        repeats=config.repeats,
+        report=_say,
     )
-    try:
-        return measure_p2p(
-            link,
-            cases,
-            [int(size * 2**20) for size in config.tensor_mib],
-            [size * 2**10 for size in config.chunk_kib],
-            action_s=config.action_ms / 1e3,
-            repeats=config.repeats,
-            report=_say,
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 def _say(row: Row) -> None:
