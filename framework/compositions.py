@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,13 +39,23 @@ class Refusal:
     remedy: str
 
 
+def _text_of(dotted: str) -> Callable[[TrainConfig], str]:
+    """The value at `dotted` as config text."""
+
+    def text(config: TrainConfig) -> str:
+        value: object = attrgetter(dotted)(config)
+        return f"{dotted}={str(value).lower() if isinstance(value, bool) else value}"
+
+    return text
+
+
 def _schedule(name: str, title: str) -> Feature:
     return Feature(
         key=name,
         title=title,
         setting=f"schedule={name}",
         active=lambda config: config.schedule.name == name,
-        value=lambda config: f"schedule.name={config.schedule.name}",
+        value=_text_of("schedule.name"),
     )
 
 
@@ -54,7 +65,7 @@ def _axis(key: str, title: str) -> Feature:
         title=title,
         setting=f"parallel.{key}_size > 1",
         active=lambda config: getattr(config.parallel, f"{key}_size") > 1,
-        value=lambda config: f"parallel.{key}_size={getattr(config.parallel, f'{key}_size')}",
+        value=_text_of(f"parallel.{key}_size"),
     )
 
 
@@ -64,7 +75,7 @@ def _zero(stage: int, title: str) -> Feature:
         title=title,
         setting=f"zero.stage={stage}",
         active=lambda config: config.zero.stage == stage,
-        value=lambda config: f"zero.stage={config.zero.stage}",
+        value=_text_of("zero.stage"),
     )
 
 
@@ -75,7 +86,7 @@ FEATURES: tuple[Feature, ...] = (
         title="sequence parallelism",
         setting="parallel.sequence_parallel=true",
         active=lambda config: config.parallel.sequence_parallel and config.parallel.tensor_parallel_size > 1,
-        value=lambda config: f"parallel.sequence_parallel={str(config.parallel.sequence_parallel).lower()}",
+        value=_text_of("parallel.sequence_parallel"),
     ),
     _axis("pipeline_parallel", "pipeline parallelism"),
     _axis("data_parallel", "data parallelism"),
@@ -102,70 +113,70 @@ FEATURES: tuple[Feature, ...] = (
         title="bf16 with fp32 master weights",
         setting="precision=bf16",
         active=lambda config: config.precision.compute == "bf16",
-        value=lambda config: f"precision.compute={config.precision.compute}",
+        value=_text_of("precision.compute"),
     ),
     Feature(
         key="compression",
         title="compressed gradients",
         setting="compression=onebit",
         active=lambda config: config.compression.method != "none",
-        value=lambda config: f"compression.method={config.compression.method}",
+        value=_text_of("compression.method"),
     ),
     Feature(
         key="recomputation",
         title="recomputation",
         setting="recompute.mode=full",
         active=lambda config: config.recompute.mode != "none",
-        value=lambda config: f"recompute.mode={config.recompute.mode}",
+        value=_text_of("recompute.mode"),
     ),
     Feature(
         key="experts",
         title="mixture of experts",
         setting="model.moe.num_experts > 0",
         active=lambda config: config.model.moe.num_experts > 0,
-        value=lambda config: f"model.moe.num_experts={config.model.moe.num_experts}",
+        value=_text_of("model.moe.num_experts"),
     ),
     Feature(
         key="balance",
         title="experts that move",
         setting="balance.interval_steps > 0",
         active=lambda config: config.balance.interval_steps > 0,
-        value=lambda config: f"balance.interval_steps={config.balance.interval_steps}",
+        value=_text_of("balance.interval_steps"),
     ),
     Feature(
         key="mtp",
         title="multi-token prediction",
         setting="model.mtp.num_modules > 0",
         active=lambda config: config.model.mtp.num_modules > 0,
-        value=lambda config: f"model.mtp.num_modules={config.model.mtp.num_modules}",
+        value=_text_of("model.mtp.num_modules"),
     ),
     Feature(
         key="mla",
         title="latent attention",
         setting="model.mla.kv_lora_rank > 0",
         active=lambda config: config.model.uses_mla,
-        value=lambda config: f"model.mla.kv_lora_rank={config.model.mla.kv_lora_rank}",
+        value=_text_of("model.mla.kv_lora_rank"),
     ),
     Feature(
         key="post_validation",
         title="steps that do not wait for the norm",
         setting="optimizer.post_validation=true",
         active=lambda config: config.optimizer.post_validation,
-        value=lambda config: f"optimizer.post_validation={str(config.optimizer.post_validation).lower()}",
+        value=_text_of("optimizer.post_validation"),
     ),
     Feature(
         key="batch_ramp",
         title="a batch that grows",
         setting="training.batch_ramp.ramp_samples=N",
         active=lambda config: config.training.batch_ramp.ramp_samples is not None,
-        value=lambda config: f"training.batch_ramp.ramp_samples={config.training.batch_ramp.ramp_samples}",
+        value=_text_of("training.batch_ramp.ramp_samples"),
     ),
     Feature(
         key="tied_embeddings",
         title="tied embeddings",
         setting="model.tie_embeddings=true",
         active=lambda config: config.model.tie_embeddings,
-        value=lambda config: f"model.tie_embeddings={str(config.model.tie_embeddings).lower()}",
+        value=_text_of("model.tie_embeddings"),
     ),
 )
 

@@ -137,6 +137,11 @@ class TrainConfig:
     deterministic: bool = True
 
     @property
+    def expected_vocab_size(self) -> int:
+        """The model's or, before the data is prepared, what the tokenizer is asked for."""
+        return self.model.vocab_size or self.tokenizer.vocab_size
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of one step over all data-parallel ranks, once the batch has its full size."""
         return self.data.micro_batch_size * self.schedule.num_microbatches * self.parallel.data_parallel_size
@@ -208,7 +213,7 @@ def check(config: TrainConfig) -> None:
 
 def _recompute_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
     try:
-        recompute_plan(config, schedule, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
+        recompute_plan(config, schedule, vocab_size=config.expected_vocab_size)
     except ValueError as error:
         return [str(error)]
     return []

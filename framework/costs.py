@@ -36,7 +36,7 @@ def schedule_costs(config: TrainConfig, schedule: Schedule) -> Costs:
     is_given = config.schedule.costs.profile is not None or config.schedule.costs.recompute != 0.0
     if config.recompute.mode == "none" or is_given:
         return costs
-    vocab_size = config.model.vocab_size or config.tokenizer.vocab_size
+    vocab_size = config.expected_vocab_size
     plan = recompute_plan(config, schedule, vocab_size=vocab_size)
     shares = recompute_shares(config, schedule.num_stages, plan, vocab_size=vocab_size)
     again = tuple(share * at(costs.forward, stage) for stage, share in enumerate(shares))
@@ -57,7 +57,7 @@ def stage_bytes(config: TrainConfig, num_stages: int) -> StageBytes | None:
     The vocabulary is the model's or, before the data is prepared, what the tokenizer is asked for. Parameters that
     every tensor-parallel rank has whole (norms) are counted as cut.
     """
-    vocab_size = config.model.vocab_size or config.tokenizer.vocab_size
+    vocab_size = config.expected_vocab_size
     try:
         slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     except ValueError:

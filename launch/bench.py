@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from framework.bench.config import (
     ScheduleBenchConfig,
 )
 from framework.config import from_mapping
+from launch.bench_ranks import run_ranks
 
 if TYPE_CHECKING:
     from framework.bench.compute import ComputeRow
@@ -94,8 +94,6 @@ def values_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
-    from launch.elastic import run_local
-
     result: dict[str, Any] = {}
     if config.mode in ("sleep", "both"):
         cases = _cases(config)
@@ -103,13 +101,12 @@ def _bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console
             f"{len(cases)} schedules on {config.num_ranks} ranks whose F, I and W sleep {config.action_ms:g} ms each; "
             f"{config.repeats} steps of each are counted"
         )
-        rows = run_local(
+        rows = run_ranks(
             _sleeping_rank,
             (cases, config.action_ms / 1e3, config.repeats),
             num_ranks=config.num_ranks,
-            run_dir=folder,
-            threads_per_rank=1,
-        )[0]
+            folder=folder,
+        )
         result["rows"] = [_sleep_mapping(row) for row in rows]
         _print_sleep(result["rows"], console)
         result["png"] = str(_draw(result["rows"], folder / "schedules.png", config))
@@ -119,13 +116,7 @@ def _bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console
             f"a Llama of 16 M parameters on {_COMPUTE_RANKS} ranks, one thread each, {_COMPUTE_MICROBATCHES} "
             f"micro-batches; {config.repeats} steps of each are counted"
         )
-        compute = run_local(
-            _compute_rank,
-            (wanted, config.repeats),
-            num_ranks=_COMPUTE_RANKS,
-            run_dir=folder,
-            threads_per_rank=1,
-        )[0]
+        compute = run_ranks(_compute_rank, (wanted, config.repeats), num_ranks=_COMPUTE_RANKS, folder=folder)
         result["compute_rows"] = [_compute_mapping(row) for row in compute]
         _print_compute(result["compute_rows"], console)
     return result
@@ -260,26 +251,16 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, config: ScheduleBenchConfi
     return path
 
 
-def _ranks(measure: Callable[[], Any]) -> Any:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-    try:
-        return measure()
-    finally:
-        dist.destroy_process_group()
-
-
 def _sleeping_rank(cases: Sequence[Case], action_s: float, repeats: int) -> Any:
     from framework.bench.schedules import measure_sleeping
 
-    return _ranks(lambda: measure_sleeping(cases, action_s, repeats, _say))
+    return measure_sleeping(cases, action_s, repeats, _say)
 
 
 def _compute_rank(schedules: Sequence[str], repeats: int) -> Any:
     from framework.bench.compute import measure_compute
 
-    return _ranks(lambda: measure_compute(schedules, _COMPUTE_MICROBATCHES, repeats))
+    return measure_compute(schedules, _COMPUTE_MICROBATCHES, repeats)
 
 
 def _say(row: Row) -> None:

@@ -30,7 +30,7 @@ def run(config: TrainConfig, *, console: Console) -> dict[str, Any]:
     Returns what `--json` prints. parameters, active_parameters and the FLOPs are of the model that is left after
     training; `mtp` has what MTP modules add, or None.
     """
-    vocab_size = config.model.vocab_size or config.tokenizer.vocab_size
+    vocab_size = config.expected_vocab_size
     seq_length = config.model.max_seq_length
     whole = model_cost(config.model, seq_length=seq_length, vocab_size=vocab_size)
     cost = whole.without_mtp

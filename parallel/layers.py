@@ -154,15 +154,7 @@ class RowParallelLinear(nn.Module):
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = place(
-                nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)),
-                ParameterPlacement(
-                    global_shape=(out_features,),
-                    partial_over_tensor=sequence_parallel,
-                    weight_decay=False,
-                    init="zeros",
-                ),
-            )
+            self.bias = _whole_bias(out_features, sequence_parallel, device, dtype)
 
     def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
         """Those whose gradient goes to `weight_grad_sink`: the bias is added after the sum and is not one."""
@@ -204,15 +196,7 @@ class ReplicatedLinear(nn.Module):
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = place(
-                nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)),
-                ParameterPlacement(
-                    global_shape=(out_features,),
-                    partial_over_tensor=sequence_parallel,
-                    weight_decay=False,
-                    init="zeros",
-                ),
-            )
+            self.bias = _whole_bias(out_features, sequence_parallel, device, dtype)
 
     def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
         """Those whose gradient goes to `weight_grad_sink`."""
@@ -269,6 +253,18 @@ class VocabParallelEmbedding(nn.Module):
         term = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         term = term.masked_fill(elsewhere.unsqueeze(-1), 0)
         return leave_tensor_parallel(term, self.axis, sequence_parallel=self.sequence_parallel)
+
+
+def _whole_bias(
+    size: int, sequence_parallel: bool, device: torch.device | str, dtype: torch.dtype
+) -> nn.Parameter:
+    """A bias [size] that every rank holds; under sequence parallelism a rank's gradient is that of its tokens."""
+    return place(
+        nn.Parameter(torch.empty(size, device=device, dtype=dtype)),
+        ParameterPlacement(
+            global_shape=(size,), partial_over_tensor=sequence_parallel, weight_decay=False, init="zeros"
+        ),
+    )
 
 
 def _check_divisible(name: str, size: int, axis: Axis) -> None:

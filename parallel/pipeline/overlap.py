@@ -146,11 +146,9 @@ class Interleaver:
 
     def wait(self, work: dist.Work | None) -> None:
         """A transfer has been started; returns when it is complete. None: it was complete at once."""
-        if work is None:
-            return
         side, recorder = self._holder, self._recorder
-        if side is None or recorder is None:
-            work.wait()
+        if work is None or side is None or recorder is None:
+            self.wait_here(work)
             return
         half, other = side.half, side.other
         self._stages_with_points.add(half.stage)
@@ -165,9 +163,7 @@ class Interleaver:
                 raise HalfAbandonedError(
                     f"{half} is abandoned: {other.half}, which it is paired with, failed"
                 )
-        begin = recorder.now()
-        work.wait()
-        recorder.add(Activity.EXPERT_WAIT, half.stage, half.microbatch, begin)
+        self.wait_here(work)
         if other is not None:
             side.slice_begin = recorder.now()
 
