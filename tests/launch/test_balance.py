@@ -66,10 +66,12 @@ def test_all_steps_are_summed_without_a_number(run_dir: Path, capfd: pytest.Capt
         (["RUN", "num_ranks=1"], "2 ranks or more"),
         (["RUN", "spare_slots=[-1]"], "each 0 or more"),
         (["RUN", "ranks=4"], "no such key"),
-        (["RUN/elsewhere"], "no loads of experts"),
+        (["RUN/elsewhere"], "no such folder"),
+        (["RUN/dense"], "no loads of experts"),
     ],
 )
 def test_mistakes(run_dir: Path, words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "dense").mkdir()
     argv = [word.replace("RUN", str(run_dir)) for word in words]
     assert main(["balance", *argv]) == 2
     assert message in capfd.readouterr().err
