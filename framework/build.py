@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.config import TrainConfig, build_schedule
+from framework.config import TrainConfig
+from framework.config_rules import build_schedule
 from framework.costs import schedule_costs
 from framework.data.batch_plan import BatchPlan, BatchRampConfig
 from framework.data.loader import BatchLoader, TokenDataset

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from framework.build import COMPUTE_DTYPES, start_process_group
-from framework.config import TrainConfig, build_schedule
+from framework.config import TrainConfig
+from framework.config_rules import build_schedule
 from framework.metrics.hardware import device_name
 from framework.recompute import recompute_plan
 from framework.train import seed_everything

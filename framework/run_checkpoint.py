@@ -14,7 +14,8 @@ from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
 from framework.checkpoint.rng import rng_state, set_rng_state
 from framework.checkpoint.storage import load, read_rank_state, save
-from framework.config import TrainConfig, to_mapping
+from framework.config import TrainConfig
+from framework.config_mapping import to_mapping
 from framework.errors import ConfigError
 from framework.moe import routing_state
 from framework.resume import checkpoint_to_resume, checkpoints_of, resume_problems

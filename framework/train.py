@@ -20,7 +20,8 @@ from torch.utils import deterministic as deterministic_kernels
 
 from framework import moe, rebalance, run_checkpoint
 from framework.build import Assembly, build, start_process_group
-from framework.config import TrainConfig, TrainingConfig, to_mapping
+from framework.config import TrainConfig, TrainingConfig
+from framework.config_mapping import to_mapping
 from framework.lr import learning_rate
 from framework.measure import (
     StepOutcome,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from framework.config import from_mapping
+from framework.config_mapping import from_mapping
 from framework.metrics.record import StepRecord
 from framework.metrics.sinks import METRICS_FILE, read_records
 from parallel.expert import even_placement

@@ -19,7 +19,7 @@ from framework.bench.config import (
     P2PBenchConfig,
     ScheduleBenchConfig,
 )
-from framework.config import from_mapping
+from framework.config_mapping import from_mapping
 from launch.bench_ranks import run_ranks
 
 if TYPE_CHECKING:

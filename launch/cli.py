@@ -211,7 +211,7 @@ def _code_of(result: dict[str, Any] | None) -> int:
 
 
 def _check(command: str, config: TrainConfig) -> None:
-    from framework.config import build_schedule, check
+    from framework.config_rules import build_schedule, check
 
     if command == "simulate":
         build_schedule(config.schedule, config.parallel)
@@ -250,7 +250,7 @@ def _dispatch(
 def _simulate(config: TrainConfig, out: Path | None) -> dict[str, Any]:
     from rich.console import Console
 
-    from framework.config import config_hash
+    from framework.config_mapping import config_hash
     from launch.simulate import run
 
     name = f"{config.schedule.name}-p{config.parallel.pipeline_parallel_size}-m{config.schedule.num_microbatches}"

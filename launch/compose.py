@@ -1,7 +1,7 @@
 """From the command line to a checked TrainConfig: the only module that sees Hydra and OmegaConf.
 
 Overrides are looked at before Hydra composes, so that a mistake is told in the words of this config; Hydra then
-composes over a schema of the dataclasses' defaults, and `framework.config` checks the result.
+composes over a schema of the dataclasses' defaults, and `framework.config_rules` checks the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from framework.config import TrainConfig, config_hash, dotted_names, from_mapping, to_mapping, unknown_key
+from framework.config import TrainConfig
+from framework.config_mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
 from framework.errors import ConfigError
 
 _CONF = "conf"
@@ -101,7 +102,7 @@ def compose_mapping(overrides: Sequence[str], config_dir: Path | None = None) ->
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
     """The config of these overrides, its names, types and each node's rules checked.
 
-    Rules that cross nodes are `framework.config.check`: not every command needs a model that fits.
+    Rules that cross nodes are `framework.config_rules.check`: not every command needs a model that fits.
     Raises ConfigError: naming every mistake.
     """
     return from_mapping(TrainConfig, compose_mapping(overrides, config_dir))

@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, build_schedule, check
+from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
+from framework.config_rules import build_schedule, check
 from framework.run import RunContext
 from launch.parity import layout_text
 from launch.train import LaunchOptions, prepare_run

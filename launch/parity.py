@@ -15,7 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, check
+from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
+from framework.config_rules import check
 from framework.errors import ConfigError, RunFailedError, RunInterruptedError
 from framework.run import RunContext
 from launch.train import LaunchOptions, make_run_dir, prepare_run, short_path

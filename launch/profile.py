@@ -10,7 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from framework.config import CheckpointConfig, LoggerConfig, TrainConfig, build_schedule, check, config_hash
+from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
+from framework.config_mapping import config_hash
+from framework.config_rules import build_schedule, check
 from framework.errors import ConfigError
 from launch.train import LaunchOptions, short_path
 from parallel.pipeline.cost_profile import CostProfile, save_profile

@@ -19,7 +19,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.config import TrainConfig, check, config_hash
+from framework.config import TrainConfig
+from framework.config_mapping import config_hash
+from framework.config_rules import check
 from framework.errors import ConfigError, RunFailedError
 from framework.metrics.sinks import check_logger
 from framework.run import RunContext

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.config import TrainConfig, check, from_mapping
+from framework.config import TrainConfig
+from framework.config_mapping import from_mapping
+from framework.config_rules import check
 from framework.data.prepare import PreparedData, prepare
 from framework.run import RunContext
 

@@ -10,16 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config import (
-    TrainConfig,
-    build_schedule,
-    check,
-    config_hash,
-    dotted_names,
-    from_mapping,
-    to_mapping,
-    unknown_key,
-)
+from framework.config import TrainConfig
+from framework.config_mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
+from framework.config_rules import build_schedule, check
 from framework.errors import ConfigError
 from models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from parallel.mesh import MeshConfig

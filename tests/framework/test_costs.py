@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from framework.build import build
-from framework.config import TrainConfig, build_schedule
+from framework.config import TrainConfig
+from framework.config_rules import build_schedule
 from framework.costs import message_bytes, schedule_costs, stage_bytes
 from framework.data.prepare import PreparedData
 from framework.run import RunContext

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.config import TrainConfig, from_mapping
+from framework.config import TrainConfig
+from framework.config_mapping import from_mapping
 from framework.data.prepare import PreparedData
 from framework.parity import Parity, train_and_compare, train_and_save
 from parallel.pipeline.config import ScheduleConfig

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from framework.activations import saved_bytes
 from framework.build import build, lowered_schedule
-from framework.config import TrainConfig, build_schedule
+from framework.config import TrainConfig
+from framework.config_rules import build_schedule
 from framework.data.prepare import PreparedData
 from framework.errors import ConfigError
 from framework.recompute import as_executed, as_text, peak_activation_bytes, recompute_plan

@@ -147,7 +147,8 @@ def test_the_error_is_json_too(capfd: pytest.CaptureFixture[str]) -> None:
 def test_cfg_job_prints_every_key(capfd: pytest.CaptureFixture[str]) -> None:
     import yaml
 
-    from framework.config import TrainConfig, from_mapping
+    from framework.config import TrainConfig
+    from framework.config_mapping import from_mapping
     from launch.compose import compose_config
 
     assert main(["train", "--cfg", "job", "seed=5"]) == 0

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework.config import TrainConfig, config_hash, from_mapping, to_mapping
+from framework.config import TrainConfig
+from framework.config_mapping import config_hash, from_mapping, to_mapping
 from framework.errors import ConfigError
 from launch.compose import (
     compose_config,

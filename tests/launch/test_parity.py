@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from framework.config import check
+from framework.config_rules import check
 from framework.parity import Parity, to_mapping
 from launch.compose import compose_config
 from launch.parity import grid, layout_text, print_result

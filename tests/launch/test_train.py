@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework.config import config_hash
+from framework.config_mapping import config_hash
 from framework.errors import ConfigError
 from launch.compose import compose_config
 from launch.train import make_run_dir

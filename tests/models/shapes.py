@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from framework.config import from_mapping
+from framework.config_mapping import from_mapping
 from models.config import ModelConfig
 
 SHAPES = Path(__file__).parents[2] / "conf" / "model"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.config import to_mapping
+from framework.config_mapping import to_mapping
 from models.config import ModelConfig
 from tests.models.shapes import NAMES, shape, shape_values
 
