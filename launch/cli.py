@@ -152,7 +152,7 @@ def _answer_at_once(arguments: Arguments) -> int | None:
         print(program_help(), end="", file=sys.stdout if arguments.help else sys.stderr)
         return EXIT_OK if arguments.help else EXIT_USAGE
     if arguments.help:
-        print(command_help(arguments.command), end="")
+        print(command_help(arguments.command, arguments.overrides), end="")
         return EXIT_OK
     return None
 

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from textwrap import dedent
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """summary: one line. about: what it does. overrides: the most used ones, (text, meaning). output: where
-    results go. columns: dotted names of the result that a sweep's table shows. argument: what the command takes
-    where that is not a config, and then `options`, its own ones.
-    """
-
-    summary: str
-    about: str
-    examples: tuple[tuple[str, str], ...]
-    output: str
-    overrides: tuple[tuple[str, str], ...] = ()
-    columns: tuple[str, ...] = ()
-    argument: str = ""
-    options: tuple[tuple[str, str], ...] = ()
-
+from launch.help_bench import BENCHES
+from launch.help_text import Command
 
 _LAYOUT = (
     ("parallel.tensor_parallel_size=2", "ranks that share each layer"),
@@ -263,58 +248,18 @@ COMMANDS: dict[str, Command] = {
             [layer][rank][slot]}, png.""",
     ),
     "bench": Command(
-        summary="measure the runtime against its schedules and against torch's",
-        argument="schedules [KEY=VALUE ...]",
+        summary="measure the runtime, against its schedules, torch and slow links",
+        argument="NAME [KEY=VALUE ...]",
         about="""\
-            bench schedules: how close the runtime comes to its schedules. With sleeping stages (every F, I and W
-            sleeps, transfers are real) the ranks run side by side on any number of cores, and what a step takes
-            beyond the simulation is the runtime's own; then a small Llama computes for real on two ranks.
-            torch.distributed.pipelining runs the same stages, step by step in turn. Quote ratios, and the machine:
-            on a busy one every figure rises.
-            bench p2p: whether comm.p2p_chunk_bytes pays: transfers of an activation, and steps of sleeping stages,
-            in chunks and whole by turns, over loopback and over an emulated link of limited rate (network
-            namespaces: Linux, root). Its keys: tensor_mib=[4] chunk_kib=[256,1024] mbit_per_s=[1000] num_ranks=4
-            action_ms=30 repeats=9.
-            bench overlap: how much of the experts' exchange of tokens the pairs of a schedule hide, and what a step
-            gains, on four ranks over a slow network (namespaces where they are allowed, else a wait per byte). Its
-            keys: mode=sleep schedules=[dualpipe,dualpipe_v,interleaved_1f1b] num_microbatches=20 repeats=5
-            phase_ms=20 alltoall_share=0.35 mbit_per_s=400 network=auto tokens=512.
-            bench optimizer: what optimizer.post_validation gains: rows of steps of sleeping stages that wait for the
-            gradient norm of all ranks, that do not, and of which every other one has to be undone and made again.
-            Its keys: schedules=[1f1b,zb1p,zb_h2,zbv,dualpipe] num_ranks=4 num_microbatches=8 action_ms=30
-            num_steps=6 repeats=3.
-            bench compression: what compressed reductions of gradients send, lose and take, on the gradient of a model,
-            over loopback and over an emulated link beside what the bytes foretell. Its keys:
-            methods=[onebit,int8,int4,fp8,topk,powersgd] model=small num_ranks=2 everywhere=true mbit_per_s=200
-            compute_ms=0 repeats=5.""",
-        options=(
-            ("mode=both", "sleep, compute or both"),
-            ("schedules=[1f1b,zbv]", "which; without it every one that takes the sizes"),
-            ("num_microbatches=[20,32]", "micro-batches of a step, one row for each"),
-            ("num_ranks=8", "ranks of the sleeping pipeline"),
-            ("action_ms=30", "time of one F, I or W of a stage"),
-            ("repeats=5", "counted steps of each"),
-        ),
-        examples=(
-            ("counterflow bench schedules", "everything; about ten minutes"),
-            (
-                "counterflow bench schedules mode=sleep schedules=[dualpipe] num_microbatches=[20,32]",
-                "two rows",
-            ),
-            ("counterflow bench schedules mode=compute repeats=3", "real compute only"),
-            ("counterflow bench p2p mbit_per_s=[200,1000]", "chunked transfers, on two emulated links too"),
-            ("counterflow bench overlap", "dualpipe with overlapped pairs and without; about two minutes"),
-            ("counterflow bench compression", "compressed gradients, on a slow link too; about two minutes"),
-            (
-                "counterflow bench optimizer",
-                "steps that do not wait for each other's norm; about five minutes",
-            ),
-        ),
+            The project's own measurements, for anyone to run again. What is compared runs in turn, so that a busy
+            machine slows both; quote the ratios, and the machine. `counterflow bench NAME --help` tells what one
+            measures, its keys and how long it takes.""",
+        options=tuple((name, bench.summary) for name, bench in BENCHES.items()),
+        options_heading="benches:",
+        examples=tuple(bench.examples[0] for bench in BENCHES.values()),
         output="""\
-            runs/bench-schedules-<date-time>/ (or --out): rows.json, schedules.png and .svg.
-            --json: rows [{schedule, num_stages, num_microbatches, measured_idle, theory_idle, ratio_to_torch}],
-            compute_rows [{schedule, tokens_per_s, ratio_to_torch_1f1b, ratio_to_limit}]. Of overlap: overlap_*.png
-            and .svg, rows [{schedule, alltoall_share, hidden_share, speedup, step_s, step_s_without, ...}].""",
+            runs/bench-NAME-<date-time>/ (or --out): rows.json with every figure, and the bench's pictures.
+            --json: what rows.json holds.""",
     ),
 }
 
@@ -370,17 +315,21 @@ def program_help() -> str:
     return "\n".join(lines) + "\n" + _OPTIONS
 
 
-def command_help(name: str) -> str:
-    """What `counterflow NAME --help` prints."""
+def command_help(name: str, words: Sequence[str] = ()) -> str:
+    """What `counterflow NAME --help` prints; of bench with the name of one in `words`, what that one does."""
     command = COMMANDS[name]
+    bench = next((word for word in words if word in BENCHES), None) if name == "bench" else None
+    if bench is not None:
+        command = BENCHES[bench]
+    title = " ".join(filter(None, (name, bench)))
     rows = command.options or command.overrides
     width = max(len(text) for text, _ in rows) + 2
     lines = [
-        f"counterflow {name} [options] {command.argument or '[KEY=VALUE ...]'}",
+        f"counterflow {title} [options] {command.argument or '[KEY=VALUE ...]'}",
         "",
         dedent(command.about),
         "",
-        "its own options:" if command.options else "most used keys:",
+        command.heading,
         *(f"  {text:<{width}}{meaning}" for text, meaning in rows),
         "",
         "examples:",

@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from launch.cli import UsageError, main, parse
 from launch.help import COMMANDS, command_help, foreign_options
+from launch.help_bench import BENCHES
 
 _ROOT = Path(__file__).parents[2]
 _FOUR_STAGES = ["parallel.pipeline_parallel_size=4", "schedule.num_microbatches=8"]
@@ -88,6 +90,29 @@ def test_every_key_in_the_help_exists() -> None:
 
     for command in COMMANDS.values():
         compose_mapping([text for text, _ in command.overrides])
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_a_benchs_help_tells_its_keys_and_their_defaults(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from launch.bench import config_of
+
+    assert main(["bench", name, "--help"]) == 0
+    assert capfd.readouterr().out.startswith(f"counterflow bench {name} ")
+    told = [text for text, _ in BENCHES[name].options]
+    assert {text.partition("=")[0] for text in told} == {item.name for item in fields(config_of([name]))}
+    assert config_of([name, *told]) == config_of([name])
+    for text, _ in BENCHES[name].examples:
+        words = text.split()
+        assert words[:3] == ["counterflow", "bench", name]
+        config_of(words[2:])
+
+
+def test_every_bench_has_a_help() -> None:
+    from launch import bench
+
+    assert set(bench.BENCHES) == set(BENCHES)
 
 
 def test_no_command_shows_the_way(capfd: pytest.CaptureFixture[str]) -> None:
