@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from framework.apex import KernelChoice, KernelUse, choose_kernel
+from framework.apex_kernels import ApexAdamW, use_apex_norms
+from framework.bf16_states import StochasticBf16AdamW
 from framework.config import TrainConfig
-from framework.config_rules import build_schedule
+from framework.config_rules import build_schedule, next_num_microbatches
 from framework.costs import schedule_costs
 from framework.data.batch_plan import BatchPlan, BatchRampConfig
-from framework.data.loader import BatchLoader, TokenDataset
+from framework.data.documents import DocumentLoader
+from framework.data.loader import BatchLoader, StepData, TokenDataset
 from framework.data.prepare import PreparedData
+from framework.disk_states import DiskStates
+from framework.host_states import HostStates, nothing_moves
+from framework.moe import routing_state
+from framework.offload import offloaded, offloader_for
 from framework.optimizer import ModelOptimizer
-from framework.rebalance import Balancer
+from framework.rebalance import Balancer, initial_placement
 from framework.recompute import as_executed, recompute_plan
+from framework.step_guard import StepGuard, StepUndo
+from framework.updaters import Updater, updater_of
 from models.config import ModelConfig
 from models.cost import model_cost
+from models.fp8 import use_fp8
 from models.partition import partition
 from models.transformer import TransformerStage
 from parallel.collectives import Axis, ByteMeter
-from parallel.expert import CommunicationPoint, ExpertParallel, even_placement
+from parallel.expert import CommunicationPoint, ExpertParallel
+from parallel.fp8 import why_no_fp8
 from parallel.mesh import Mesh, build_mesh
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.overlap import Interleaver
+from parallel.pipeline.payload import payload_of
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.simulate import bubble_formula, simulate
 from parallel.pipeline.stage import Stage
 from parallel.pipeline.verify import verify
 from parallel.zero import ShardedStage
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+logger = logging.getLogger(__name__)
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERT_PAYLOAD_DTYPES = {"compute": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -78,6 +95,7 @@ class ExpectedBubbles:
 class Assembly:
     """Everything one rank trains with. `validation` is None where nothing is held out.
 
+    undo: what a step that is skipped has changed; None: none is. kernels: what computes updates and norms, by use.
     balancer: None where experts stay where they are.
     schedule: of a step with the full batch; while it grows, `runtime.schedule_for` has that of each size.
     """
@@ -89,14 +107,25 @@ class Assembly:
     stages: dict[int, ShardedStage]
     runtime: Runtime
     optimizer: ModelOptimizer
-    train: BatchLoader
+    train: StepData
     validation: BatchLoader | None
     num_validation_batches: int
     vocab_size: int
-    training_flops_per_token: int
     expected_bubbles: ExpectedBubbles
     device: torch.device
     balancer: Balancer | None = None
+    undo: StepUndo | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def training_flops_per_token(self, context: float) -> int:
+        """Of a token in a sample of `context` tokens."""
+        cost = model_cost(self.config.model, seq_length=round(context), vocab_size=self.vocab_size)
+        return cost.training_flops_per_token
+
+    @property
+    def guard(self) -> StepGuard:
+        """What decides whether a step is made."""
+        return self.optimizer.guard
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -124,7 +153,12 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
 
     Raises ValueError: where the layout does not fit the processes, the schedule or the model.
     """
-    schedule = lowered_schedule(config, config.schedule.num_microbatches)
+    vocab_size = config.model.vocab_size or data.vocab_size
+
+    def lowered(num_microbatches: int) -> Schedule:
+        return lowered_schedule(config, num_microbatches, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+
+    schedule = lowered(config.schedule.num_microbatches)
     verify(schedule)
     mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
     meter = ByteMeter()
@@ -137,7 +171,6 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         world=Axis(group=mesh.world, name="world", meter=meter),
         meter=meter,
     )
-    vocab_size = config.model.vocab_size or data.vocab_size
     slices = partition(
         config.model, schedule.num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size
     )
@@ -145,8 +178,10 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     interleaver = Interleaver(overlap=config.overlaps_experts) if axes.expert.size > 1 else None
     experts = expert_parallel(config, axes.expert, interleaver)
     plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+    kernels = kernel_choices(config, device)
     stages: dict[int, ShardedStage] = {}
     runtime_stages: dict[int, Stage] = {}
+    optimizer: ModelOptimizer | None = None
     # In one order on every rank: the two ranks of a mirror pair share the collectives of both their stages.
     for index in sorted(schedule.stages_of(mesh.coordinate.pipeline)):
         module = TransformerStage(
@@ -162,17 +197,35 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
             device="meta",
             dtype=COMPUTE_DTYPES[config.precision.compute],
         )
+        if config.zero.engine == "deepspeed":
+            # Not above: it imports DeepSpeed, which takes a second.
+            from framework.deepspeed.engine import build_engine
+
+            runtime_stages[index], optimizer = build_engine(
+                module, config, mesh, tensor=axes.tensor, world=axes.world, device=device
+            )
+            continue
+        if config.precision.linear == "fp8":
+            problem = why_no_fp8(device)
+            if problem is not None:
+                raise ValueError(f"precision.linear=fp8: {problem}; set precision.linear=compute")
+            use_fp8(module)
+        if kernels["norm"].kernel == "apex":
+            use_apex_norms(module)
         stages[index] = ShardedStage(
             module,
             config.zero,
             replica=axes.replica,
             tensor=axes.tensor,
             expert_replica=axes.expert_replica,
+            expert=axes.expert,
             dtype=COMPUTE_DTYPES[config.precision.compute],
             device=device,
             seed=config.seed,
             is_tied=schedule.num_stages > 1 and has_tie(config.model),
             compression=config.compression,
+            host_masters=config.optimizer.offload.tier == "host" and device.type != "cpu",
+            reduce_dtype=COMPUTE_DTYPES[config.precision.reduce],
         )
         runtime_stages[index] = Stage(index, module, stages[index])
     runtime = Runtime(
@@ -182,16 +235,40 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         reverse_group=mesh.pipeline_reverse,
         device=device,
         meter=meter,
-        reschedule=lambda count: lowered_schedule(config, count),
+        reschedule=lowered,
         p2p_chunk_bytes=config.comm.p2p_chunk_bytes,
+        p2p_payload=payload_of(config.comm.pipeline_payload),
         interleaver=interleaver,
+        offloader=offloader_for(
+            config,
+            schedule,
+            {index: stage.module for index, stage in runtime_stages.items()},
+            vocab_size=vocab_size,
+            device=device,
+        ),
     )
     validation = None
     if data.validation is not None:
         # Whole batches of the full size, however small the training batch still is.
         whole = replace(config.batch_plan, ramp=BatchRampConfig())
         validation = _loader(config, mesh, TokenDataset(data.validation), whole)
-    cost = model_cost(config.model, seq_length=config.data.seq_length, vocab_size=vocab_size)
+    note = nothing_moves(
+        config.optimizer.offload.tier, offload_parameters=config.zero.offload_parameters, device=device
+    )
+    if note is not None and mesh.rank == 0:
+        logger.warning("%s", note)
+    guard = StepGuard(
+        config.brakes, config.precision.loss_scale if config.precision.compute == "fp16" else None
+    )
+    optimizer = optimizer or ModelOptimizer(
+        stages.values(),
+        config.optimizer,
+        tensor=axes.tensor,
+        world=axes.world,
+        updater=updater_for(config, kernels["optimizer"]),
+        guard=guard,
+        squares=ApexAdamW.squares if kernels["optimizer"].kernel == "apex" else None,
+    )
     return Assembly(
         config=config,
         mesh=mesh,
@@ -199,25 +276,36 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         schedule=schedule,
         stages=stages,
         runtime=runtime,
-        optimizer=ModelOptimizer(stages.values(), config.optimizer, tensor=axes.tensor, world=axes.world),
-        train=_loader(config, mesh, TokenDataset(data.train), config.batch_plan),
+        optimizer=optimizer,
+        train=_training_data(config, mesh, TokenDataset(data.train)),
         validation=validation,
         num_validation_batches=0 if validation is None else _num_validation_batches(config, validation),
         vocab_size=vocab_size,
-        training_flops_per_token=cost.training_flops_per_token,
         expected_bubbles=ExpectedBubbles(config),
         device=device,
         balancer=balancer(config),
+        undo=step_undo(stages.values(), [stage.module for stage in runtime_stages.values()])
+        if guard.can_skip
+        else None,
+        kernels=named_kernels(kernels, optimizer, is_first=mesh.rank == 0),
     )
 
 
-def lowered_schedule(config: TrainConfig, num_microbatches: int) -> Schedule:
+def lowered_schedule(
+    config: TrainConfig,
+    num_microbatches: int,
+    *,
+    vocab_size: int | None = None,
+    on_cpu: bool | None = None,
+) -> Schedule:
     """What the ranks execute in a step of so many micro-batches.
 
-    Raises ValueError: where the schedule does not take them.
+    vocab_size: None, what the tokenizer is asked for. on_cpu: None, where there is no GPU.
+    Raises ValueError: where the schedule does not take them, or the activations are more than their budget.
     """
     counted = replace(config.schedule, num_microbatches=num_microbatches)
-    return as_executed(config, build_schedule(counted, config.parallel))
+    schedule = as_executed(config, build_schedule(counted, config.parallel))
+    return offloaded(config, schedule, vocab_size=vocab_size or config.expected_vocab_size, on_cpu=on_cpu)
 
 
 def balancer(config: TrainConfig) -> Balancer | None:
@@ -230,6 +318,64 @@ def balancer(config: TrainConfig) -> Balancer | None:
         num_groups=config.model.moe.num_groups,
         ep_size=config.parallel.expert_parallel_size,
     )
+
+
+def updater_for(config: TrainConfig, kernel: KernelChoice) -> Updater:
+    """Who performs the update, and where the moments are; kernel: of torch's AdamW or apex's."""
+    offload = config.optimizer.offload
+    inner = _updater_in_memory(config, kernel)
+    if offload.tier == "host":
+        return HostStates(inner)
+    if offload.tier == "disk":
+        folder = Path(offload.folder or config.launcher.runs_dir).expanduser()
+        return DiskStates(inner, folder, offload.resident_bytes)
+    return inner
+
+
+def _updater_in_memory(config: TrainConfig, kernel: KernelChoice) -> Updater:
+    if config.precision.optimizer_states == "bf16":
+        return StochasticBf16AdamW(config.optimizer, config.seed)
+    if config.optimizer.kernel == "cpu_adam":
+        from framework.deepspeed.cpu_adam import CpuAdam
+
+        return CpuAdam(config.optimizer)
+    if kernel.kernel == "apex":
+        return ApexAdamW(config.optimizer)
+    return updater_of(config.optimizer)
+
+
+def kernel_choices(config: TrainConfig, device: torch.device) -> dict[KernelUse, KernelChoice]:
+    """What computes updates and norms.
+
+    Raises ValueError: where apex is asked for and cannot be used.
+    """
+    num_gpus = int(device.type == "cuda")
+    optimizer = config.optimizer
+    # On the host there is no GPU.
+    updating_gpus = 0 if optimizer.offload.tier == "host" else num_gpus
+    kernel = "torch" if optimizer.kernel == "cpu_adam" else optimizer.kernel
+    return {
+        "optimizer": choose_kernel("optimizer", kernel, updating_gpus),
+        "norm": choose_kernel("norm", config.precision.norm_kernel, num_gpus),
+    }
+
+
+def named_kernels(
+    choices: dict[KernelUse, KernelChoice], optimizer: ModelOptimizer, *, is_first: bool
+) -> dict[str, str]:
+    """For the record; the first rank says in the log why apex is not used where it was looked for."""
+    names = {"optimizer": optimizer.updater.name, "norm": f"{choices['norm'].kernel} norms"}
+    if is_first:
+        for use, choice in choices.items():
+            level = logging.WARNING if choice.is_surprising else logging.INFO
+            logger.log(level, "%s: %s (%s)", use, names[use], choice.reason)
+    return names
+
+
+def step_undo(stages: Iterable[ShardedStage], modules: Iterable[nn.Module]) -> StepUndo:
+    """Copies of what a step changes before it is known whether it is made."""
+    reductions = (unit.reduction for stage in stages for unit in stage.units)
+    return StepUndo(routing_state(modules).values(), reductions)
 
 
 def has_tie(model: ModelConfig) -> bool:
@@ -245,7 +391,10 @@ def expert_parallel(
         return None
     return ExpertParallel(
         axis=axis,
-        experts_by_rank=even_placement(config.model.moe.num_experts, axis.size),
+        experts_by_rank=initial_placement(
+            config.balance, num_experts=config.model.moe.num_experts, ep_size=axis.size
+        ),
+        num_nodes=config.balance.num_nodes,
         point=point,
         payload_dtype=EXPERT_PAYLOAD_DTYPES[config.comm.expert_payload],
     )
@@ -266,6 +415,23 @@ def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
         simulated=simulation.bubble_makespan,
         simulated_span=simulation.bubble_span,
         formula=None if formula is None else formula.fraction,
+    )
+
+
+def _training_data(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> StepData:
+    if config.data.batching == "windows":
+        return _loader(config, mesh, dataset, config.batch_plan)
+    assert config.data.tokens_per_step is not None
+    return DocumentLoader(
+        dataset,
+        seed=config.seed,
+        seq_length=config.data.seq_length,
+        tokens_per_step=config.data.tokens_per_step,
+        micro_batch_tokens=config.data.micro_batch_size * config.data.seq_length,
+        pad_multiple=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
+        data_parallel_rank=mesh.coordinate.data,
+        data_parallel_size=mesh.config.data_parallel_size,
+        next_count=lambda at_least: next_num_microbatches(config, at_least),
     )
 
 

@@ -79,6 +79,14 @@ def _zero(stage: int, title: str) -> Feature:
     )
 
 
+def _brakes_text(config: TrainConfig) -> str:
+    brakes = config.brakes
+    if brakes.skip_non_finite:
+        return "brakes.skip_non_finite=true"
+    name = "max_loss_z" if brakes.max_loss_z is not None else "max_norm_z"
+    return f"brakes.{name}={getattr(brakes, name)}"
+
+
 FEATURES: tuple[Feature, ...] = (
     _axis("tensor_parallel", "tensor parallelism"),
     Feature(
@@ -116,6 +124,41 @@ FEATURES: tuple[Feature, ...] = (
         value=_text_of("precision.compute"),
     ),
     Feature(
+        key="fp16",
+        title="fp16 and loss scaling",
+        setting="precision=fp16",
+        active=lambda config: config.precision.compute == "fp16",
+        value=_text_of("precision.compute"),
+    ),
+    Feature(
+        key="bf16_reduce",
+        title="gradients summed in bf16",
+        setting="precision.reduce=bf16",
+        active=lambda config: config.precision.reduce == "bf16",
+        value=_text_of("precision.reduce"),
+    ),
+    Feature(
+        key="bf16_states",
+        title="bf16 moments, rounded stochastically",
+        setting="precision.optimizer_states=bf16",
+        active=lambda config: config.precision.optimizer_states == "bf16",
+        value=_text_of("precision.optimizer_states"),
+    ),
+    Feature(
+        key="fp8",
+        title="linear layers in fp8",
+        setting="precision.linear=fp8",
+        active=lambda config: config.precision.linear == "fp8",
+        value=_text_of("precision.linear"),
+    ),
+    Feature(
+        key="brakes",
+        title="emergency brakes",
+        setting="brakes=skip",
+        active=lambda config: config.brakes.are_on,
+        value=_brakes_text,
+    ),
+    Feature(
         key="compression",
         title="compressed gradients",
         setting="compression=onebit",
@@ -123,11 +166,32 @@ FEATURES: tuple[Feature, ...] = (
         value=_text_of("compression.method"),
     ),
     Feature(
+        key="quantised_weights",
+        title="quantised gathers of weights",
+        setting="compression.weights=int8",
+        active=lambda config: config.compression.weights != "none",
+        value=_text_of("compression.weights"),
+    ),
+    Feature(
+        key="pipeline_payload",
+        title="rounded transfers between stages",
+        setting="comm.pipeline_payload=fp8",
+        active=lambda config: config.comm.pipeline_payload != "compute",
+        value=_text_of("comm.pipeline_payload"),
+    ),
+    Feature(
         key="recomputation",
         title="recomputation",
         setting="recompute.mode=full",
         active=lambda config: config.recompute.mode != "none",
         value=_text_of("recompute.mode"),
+    ),
+    Feature(
+        key="offload",
+        title="activation offloading",
+        setting="offload=schedule",
+        active=lambda config: config.offload.is_active,
+        value=_text_of("offload.policy"),
     ),
     Feature(
         key="experts",
@@ -142,6 +206,13 @@ FEATURES: tuple[Feature, ...] = (
         setting="balance.interval_steps > 0",
         active=lambda config: config.balance.interval_steps > 0,
         value=_text_of("balance.interval_steps"),
+    ),
+    Feature(
+        key="copies",
+        title="copies of experts",
+        setting="balance.spare_slots > 0",
+        active=lambda config: config.balance.spare_slots > 0,
+        value=_text_of("balance.spare_slots"),
     ),
     Feature(
         key="mtp",
@@ -172,21 +243,218 @@ FEATURES: tuple[Feature, ...] = (
         value=_text_of("training.batch_ramp.ramp_samples"),
     ),
     Feature(
+        key="documents",
+        title="batches of documents under a budget of tokens",
+        setting="data.batching=documents",
+        active=lambda config: config.data.batching == "documents",
+        value=_text_of("data.batching"),
+    ),
+    Feature(
         key="tied_embeddings",
         title="tied embeddings",
         setting="model.tie_embeddings=true",
         active=lambda config: config.model.tie_embeddings,
         value=_text_of("model.tie_embeddings"),
     ),
+    Feature(
+        key="deepspeed_engine",
+        title="the DeepSpeed engine",
+        setting="zero.engine=deepspeed",
+        active=lambda config: config.zero.engine == "deepspeed",
+        value=_text_of("zero.engine"),
+    ),
+    Feature(
+        key="onebit_adam",
+        title="DeepSpeed's 1-bit Adam",
+        setting="optimizer.name=onebit_adam",
+        active=lambda config: config.optimizer.name == "onebit_adam",
+        value=_text_of("optimizer.name"),
+    ),
+    Feature(
+        key="not_1f1b",
+        title="any schedule but 1F1B",
+        setting="schedule=NAME",
+        active=lambda config: config.schedule.name != "1f1b",
+        value=_text_of("schedule.name"),
+    ),
+    Feature(
+        key="checkpoints",
+        title="checkpoints",
+        setting="checkpoint=default",
+        active=lambda config: config.checkpoint.enabled or config.checkpoint.resume is not None,
+        value=lambda config: _text_of(
+            "checkpoint.enabled" if config.checkpoint.enabled else "checkpoint.resume"
+        )(config),
+    ),
+    Feature(
+        key="host_parameters",
+        title="parameters on the host",
+        setting="zero.offload_parameters=true",
+        active=lambda config: config.zero.offload_parameters,
+        value=_text_of("zero.offload_parameters"),
+    ),
+    Feature(
+        key="host_states",
+        title="optimizer on the host",
+        setting="optimizer.offload.tier=host",
+        active=lambda config: config.optimizer.offload.tier == "host",
+        value=_text_of("optimizer.offload.tier"),
+    ),
+    Feature(
+        key="disk_states",
+        title="moments on disk",
+        setting="optimizer.offload.tier=disk",
+        active=lambda config: config.optimizer.offload.tier == "disk",
+        value=_text_of("optimizer.offload.tier"),
+    ),
+    Feature(
+        key="cpu_adam",
+        title="DeepSpeed's CPUAdam",
+        setting="optimizer=cpu_adam",
+        active=lambda config: config.optimizer.kernel == "cpu_adam",
+        value=_text_of("optimizer.kernel"),
+    ),
 )
 
+
+def _engine_refuses(second: str, reason: str, remedy: str) -> Refusal:
+    return Refusal(
+        first="deepspeed_engine",
+        second=second,
+        reason=reason,
+        remedy=f"{remedy}, or zero.engine=native, which has it",
+    )
+
+
 REFUSALS: tuple[Refusal, ...] = (
+    _engine_refuses(
+        "pipeline_parallel",
+        "its ZeRO-2 and 3 reduce and free by hooks of a whole backward, which the schedules split and interleave, and "
+        "its own pipeline engine takes neither them nor our stages",
+        "set parallel.pipeline_parallel_size=1",
+    ),
+    _engine_refuses(
+        "not_1f1b",
+        "at stage 3 it gives wrong gradients where several forwards are under way, and it does not split a backward",
+        "set schedule=1f1b",
+    ),
+    _engine_refuses(
+        "offload",
+        "it gathers and frees parameters in memory of its own, which could not be told from activations",
+        "set offload.policy=none",
+    ),
+    _engine_refuses(
+        "experts",
+        "it reduces every parameter over all data-parallel ranks, and experts have fewer replicas",
+        "choose a model without experts",
+    ),
+    _engine_refuses(
+        "mtp", "MTP modules run in the loss, outside of the forward it sees", "set model.mtp.num_modules=0"
+    ),
+    _engine_refuses(
+        "compression", "it reduces by itself and offers no place for ours", "set compression=none"
+    ),
+    _engine_refuses("quantised_weights", "it gathers by itself", "set compression.weights=none"),
+    _engine_refuses("post_validation", "its step waits for the norm", "set optimizer.post_validation=false"),
+    _engine_refuses("fp16", "its loss scaler is not the one of the records", "set precision=bf16"),
+    _engine_refuses("fp8", "it has parameters in one precision", "set precision.linear=compute"),
+    _engine_refuses("bf16_reduce", "its sums are set to fp32", "set precision.reduce=fp32"),
+    _engine_refuses("bf16_states", "it keeps the moments", "set precision.optimizer_states=fp32"),
+    _engine_refuses(
+        "brakes", "from stage 1 on it has updated by the time the norm is known", "set brakes=none"
+    ),
+    _engine_refuses(
+        "checkpoints", "masters and moments are flat partitions of its own", "set checkpoint=none"
+    ),
+    _engine_refuses("host_parameters", "it keeps the shards", "set zero.offload_parameters=false"),
+    _engine_refuses("host_states", "it keeps masters and moments", "set optimizer.offload.tier=none"),
+    _engine_refuses("disk_states", "it keeps masters and moments", "set optimizer.offload.tier=none"),
+    _engine_refuses("cpu_adam", "it is given torch's AdamW", "set optimizer=adamw"),
+    Refusal(
+        first="onebit_adam",
+        second="onebit_adam",
+        reason="DeepSpeed has it no more (not in 0.19.8), and the backends of older ones were NCCL and MPI, not gloo",
+        remedy="set optimizer=adamw and, for gradients of one bit, compression=onebit",
+    ),
+    Refusal(
+        first="disk_states",
+        second="post_validation",
+        reason="copies of all moments would be in memory, to undo a step",
+        remedy="set optimizer.post_validation=false, or optimizer.offload.tier=none",
+    ),
+    Refusal(
+        first="disk_states",
+        second="bf16_states",
+        reason="the noise of the rounding is drawn for whole fragments, and from disk they come in parts",
+        remedy="set precision.optimizer_states=fp32, or optimizer.offload.tier=none",
+    ),
+    Refusal(
+        first="cpu_adam",
+        second="bf16_states",
+        reason="it updates moments in fp32",
+        remedy="set precision.optimizer_states=fp32, or optimizer=adamw",
+    ),
+    Refusal(
+        first="bf16_reduce",
+        second="compression",
+        reason="what is compressed is not sent as bf16",
+        remedy="set precision.reduce=fp32, or compression=none",
+    ),
+    Refusal(
+        first="bf16_reduce",
+        second="copies",
+        reason="copies stay equal only if their gradients are summed in one order, which is done in fp32",
+        remedy="set precision.reduce=fp32, or balance.spare_slots=0",
+    ),
+    Refusal(
+        first="bf16_states",
+        second="copies",
+        reason="the noise of the rounding differs between the slots of an expert, and its copies would differ",
+        remedy="set precision.optimizer_states=fp32, or balance.spare_slots=0",
+    ),
     Refusal(
         first="context_parallel",
         second="context_parallel",
         reason="attention does not cut a sequence over ranks yet",
         remedy="set parallel.context_parallel_size=1 and give those ranks to data_parallel_size or "
         "tensor_parallel_size",
+    ),
+    Refusal(
+        first="documents",
+        second="experts",
+        reason="padding would be sent to experts and counted as load",
+        remedy="set data.batching=windows, or take a model without experts",
+    ),
+    Refusal(
+        first="documents",
+        second="mtp",
+        reason="further predictions would reach into padding",
+        remedy="set data.batching=windows, or model.mtp.num_modules=0",
+    ),
+    Refusal(
+        first="documents",
+        second="batch_ramp",
+        reason="the budget says how large a step is, not a number of micro-batches",
+        remedy="set data.batching=windows, or training.batch_ramp.ramp_samples=null and "
+        "training.batch_ramp.start_num_microbatches=null",
+    ),
+    Refusal(
+        first="documents",
+        second="csv",
+        reason="steps differ in their number of micro-batches, and a file has one",
+        remedy="set data.batching=windows, or take a schedule by its name",
+    ),
+    Refusal(
+        first="copies",
+        second="compression",
+        reason="copies are in other places of their blocks, so compression would round their gradients otherwise",
+        remedy="set balance.spare_slots=0, or compression=none",
+    ),
+    Refusal(
+        first="copies",
+        second="quantised_weights",
+        reason="copies are in other places of their blocks, so they would not be rounded to the same values",
+        remedy="set balance.spare_slots=0, or compression.weights=none",
     ),
 )
 
@@ -222,21 +490,20 @@ def refused(config: TrainConfig, refusals: Iterable[Refusal] = REFUSALS) -> list
 
 
 def to_markdown(features: Iterable[Feature] = FEATURES, refusals: Iterable[Refusal] = REFUSALS) -> str:
-    """The table for the docs: how each feature is switched on, and what it does not compose with."""
+    """Two tables for the docs: each feature with its switch and what it does not compose with; why, and what to do."""
     features, refusals = tuple(features), tuple(refusals)
     titles = {feature.key: feature.title for feature in features}
     lines = ["| Feature | Switched on by | Composes with |", "| --- | --- | --- |"]
     for feature in features:
         rows = [refusal for refusal in refusals if feature.key in (refusal.first, refusal.second)]
-        if any(refusal.first == refusal.second for refusal in rows):
-            verdict = f"refused: {rows[0].reason}"
-        elif rows:
-            exceptions = "; ".join(
-                f"{titles[row.second if row.first == feature.key else row.first]} ({row.reason})"
-                for row in rows
-            )
-            verdict = f"everything but {exceptions}"
+        others = [titles[row.second if row.first == feature.key else row.first] for row in rows]
+        if feature.title in others:
+            verdict = "refused"
         else:
-            verdict = "everything here that is not refused"
+            verdict = f"all but {', '.join(others)}" if others else "all"
         lines.append(f"| {feature.title} | `{feature.setting}` | {verdict} |")
+    lines += ["", "| Refused | Because | Instead |", "| --- | --- | --- |"]
+    for row in refusals:
+        both = dict.fromkeys(titles[key] for key in (row.first, row.second))
+        lines.append(f"| {' with '.join(both)} | {row.reason} | {row.remedy} |")
     return "\n".join(lines) + "\n"

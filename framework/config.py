@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from framework.balance_config import BalanceConfig
+from framework.brakes import BrakesConfig
 from framework.checkpoint.config import CheckpointConfig
 from framework.data.batch_plan import BatchPlan, BatchRampConfig
 from framework.data.config import DataConfig, TokenizerConfig
@@ -19,6 +20,7 @@ from models.config import ModelConfig
 from models.recompute import RecomputeConfig
 from parallel.compress_config import CompressionConfig
 from parallel.mesh import MeshConfig
+from parallel.offload_config import OffloadConfig
 from parallel.pipeline.config import ScheduleConfig
 from parallel.zero_config import ZeroConfig
 
@@ -58,11 +60,13 @@ class CommConfig:
     p2p_chunk_bytes: larger activations and gradients travel between stages in chunks of at most this; null: whole.
     expert_payload: in what precision hidden states go to experts: that of the computation, or rounded to bf16 or to
         fp8 (e4m3, with a scale for each 128 numbers).
+    pipeline_payload: in what precision activations and their gradients go to other ranks of the pipeline, likewise.
     """
 
     timeout_s: float = 60.0
     p2p_chunk_bytes: int | None = None
     expert_payload: Literal["compute", "bf16", "fp8"] = "compute"
+    pipeline_payload: Literal["compute", "bf16", "fp8"] = "compute"
 
     def __post_init__(self) -> None:
         if not 1 <= self.timeout_s <= 604800:
@@ -110,10 +114,12 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    brakes: BrakesConfig = field(default_factory=BrakesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     comm: CommConfig = field(default_factory=CommConfig)
@@ -141,6 +147,11 @@ class TrainConfig:
             and self.model.moe.num_experts > 0
             and self.parallel.expert_parallel_size > 1
         )
+
+    @property
+    def never_compresses(self) -> bool:
+        """Whether gradients are to be compressed, and the run ends before its first step that is."""
+        return self.compression.method != "none" and self.compression.warmup_steps >= self.training.num_steps
 
     @property
     def batch_plan(self) -> BatchPlan:

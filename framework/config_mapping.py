@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -131,6 +132,11 @@ def _read_value(hint: Any, value: Any, dotted: str, default: Any, problems: list
         value = tuple(cast(list[Any], value))
     # pydantic takes True for Literal[1] and 1.0 as well, for they compare equal.
     same_type = get_origin(hint) is not Literal or any(type(value) is type(item) for item in get_args(hint))
+    if not _is_finite(value):
+        problems.append(
+            f"{dotted}={_as_text(value)}: must be finite, as every number is{_usual(dotted, default)}"
+        )
+        return None
     try:
         if same_type:
             return TypeAdapter(hint).validate_python(value, strict=True)
@@ -138,9 +144,19 @@ def _read_value(hint: Any, value: Any, dotted: str, default: Any, problems: list
         pass
     options = [str(item) for item in get_args(hint)] if get_origin(hint) is Literal else []
     near = _did_you_mean(value, options) if isinstance(value, str) else ""
-    usual = "" if default is MISSING else f"; the default is {dotted}={_as_text(default)}"
-    problems.append(f"{dotted}={_as_text(value)}: must be {_describe(hint)}{near}{usual}")
+    problems.append(f"{dotted}={_as_text(value)}: must be {_describe(hint)}{near}{_usual(dotted, default)}")
     return None
+
+
+def _usual(dotted: str, default: Any) -> str:
+    return "" if default is MISSING else f"; the default is {dotted}={_as_text(default)}"
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number in `value`, plain or a tuple, is infinite or NaN."""
+    if isinstance(value, tuple):
+        return all(map(_is_finite, cast(tuple[Any, ...], value)))
+    return not isinstance(value, float) or isfinite(value)
 
 
 def _as_text(value: Any) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from framework.compositions import refused
 from framework.config import TrainConfig
 from framework.errors import ConfigError
-from framework.recompute import recompute_plan
+from framework.offload import offloaded
+from framework.recompute import as_executed, recompute_plan
 from models.config import ModelConfig
+from models.fp8 import fp8_problems
 from parallel.mesh import MeshConfig
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.config import ScheduleConfig
@@ -25,6 +28,10 @@ def check(config: TrainConfig) -> None:
     problems += _tensor_problems(config)
     problems += _expert_problems(config)
     problems += _balance_problems(config)
+    problems += _precision_problems(config)
+    problems += _engine_problems(config)
+    problems += _optimizer_offload_problems(config)
+    problems += _compression_problems(config)
     if not 0 <= config.seed < 1 << 63:
         problems.append(f"seed={config.seed}: a whole number from 0 to 2^63 - 1")
     try:
@@ -43,6 +50,7 @@ def check(config: TrainConfig) -> None:
             )
         else:
             problems += _recompute_problems(config, schedule)
+            problems += _offload_problems(config, schedule)
     if config.model.position == "learned" and config.data.seq_length > config.model.max_seq_length:
         problems.append(
             f"data.seq_length={config.data.seq_length}: model.position=learned has a row for each of "
@@ -59,9 +67,68 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(problems)
 
 
+def _engine_problems(config: TrainConfig) -> list[str]:
+    """What zero.engine=deepspeed cannot do, beside the rows of the composition table."""
+    zero = config.zero
+    if zero.engine == "native":
+        return []
+    problems: list[str] = []
+    if zero.stage == 0 and config.precision.compute == "bf16":
+        problems.append(
+            "precision.compute=bf16 with zero.engine=deepspeed and zero.stage=0: there it wraps the optimizer in a "
+            "loss scaler, and gradients are added up in bf16; set zero.stage=1, or precision=fp32"
+        )
+    if zero.reshard_after != "use":
+        problems.append(
+            f"zero.reshard_after={zero.reshard_after} with zero.engine=deepspeed: it decides itself when parameters "
+            "are freed; set zero.reshard_after=use"
+        )
+    if config.optimizer.kernel == "apex":
+        problems.append(
+            "optimizer.kernel=apex with zero.engine=deepspeed: it is given torch's AdamW; set optimizer.kernel=auto"
+        )
+    return problems
+
+
+def _optimizer_offload_problems(config: TrainConfig) -> list[str]:
+    """Updates happen where the masters are."""
+    zero, optimizer = config.zero, config.optimizer
+    tier = optimizer.offload.tier
+    problems: list[str] = []
+    if zero.offload_parameters and zero.stage != 3:
+        problems.append(
+            f"zero.offload_parameters=true with zero.stage={zero.stage}: only stage 3 has shards of parameters; set "
+            "zero.stage=3"
+        )
+    if zero.offload_parameters and tier != "host":
+        problems.append(
+            f"zero.offload_parameters=true with optimizer.offload.tier={tier}: the shards that stay on the host are "
+            "the masters, which are updated where they are; set optimizer.offload.tier=host"
+        )
+    if optimizer.kernel == "cpu_adam" and tier != "host":
+        problems.append(
+            f"optimizer.kernel=cpu_adam with optimizer.offload.tier={tier}: it updates on the host; set "
+            "optimizer.offload.tier=host (optimizer=cpu_adam is both)"
+        )
+    if optimizer.kernel == "apex" and tier == "host":
+        problems.append(
+            "optimizer.kernel=apex with optimizer.offload.tier=host: it updates on a GPU; set optimizer.kernel=auto or "
+            "cpu_adam"
+        )
+    return problems
+
+
 def _recompute_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
     try:
         recompute_plan(config, schedule, vocab_size=config.expected_vocab_size)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _offload_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
+    try:
+        offloaded(config, as_executed(config, schedule), vocab_size=config.expected_vocab_size)
     except ValueError as error:
         return [str(error)]
     return []
@@ -138,6 +205,29 @@ def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
     return schedule_from(schedule, parallel.pipeline_parallel_size).schedule
 
 
+def next_num_microbatches(config: TrainConfig, at_least: int) -> int:
+    """The least number of micro-batches, `at_least` or more, that the schedule takes.
+
+    Raises ValueError: where it takes none of the next ones.
+    """
+    reason = ""
+    # What schedules ask for repeats with the ranks and the stages of each: a multiple of them, or an even number.
+    first = max(at_least, 1)
+    for count in range(
+        first, first + 2 * config.model.num_layers + 2 * config.parallel.pipeline_parallel_size + 1
+    ):
+        try:
+            build_schedule(replace(config.schedule, num_microbatches=count), config.parallel)
+        except ValueError as error:
+            reason = reason or str(error)
+        else:
+            return count
+    raise ValueError(
+        f"data.batching=documents: a step needs {at_least} micro-batches or a few more, and "
+        f"schedule={config.schedule.name} takes none of these numbers: {reason}"
+    )
+
+
 def _tensor_problems(config: TrainConfig) -> list[str]:
     tensor_parallel_size, model = config.parallel.tensor_parallel_size, config.model
     divisible = {"model.num_heads": (model.num_heads, "attention heads are shared out")}
@@ -179,8 +269,13 @@ def _tensor_problems(config: TrainConfig) -> list[str]:
 
 def _balance_problems(config: TrainConfig) -> list[str]:
     interval_steps, num_nodes = config.balance.interval_steps, config.balance.num_nodes
-    size = config.parallel.expert_parallel_size
-    if interval_steps == 0:
+    size, spare = config.parallel.expert_parallel_size, config.balance.spare_slots
+    if spare and size == 1:
+        return [
+            f"balance.spare_slots={spare}: they hold copies of other ranks' experts, and "
+            "parallel.expert_parallel_size=1; set that to 2 or more, or balance.spare_slots=0"
+        ]
+    if interval_steps == 0 and spare == 0:
         return []
     if size == 1:
         return [
@@ -192,7 +287,37 @@ def _balance_problems(config: TrainConfig) -> list[str]:
             f"balance.num_nodes={num_nodes}: must divide parallel.expert_parallel_size={size}, whose ranks are shared "
             f"out to nodes; try balance.num_nodes={_largest_divisor(size, num_nodes)}"
         ]
+    others = config.model.moe.num_experts - config.model.moe.num_experts // size
+    if spare > others:
+        return [
+            f"balance.spare_slots={spare}: each of parallel.expert_parallel_size={size} ranks has "
+            f"{others} of model.moe.num_experts={config.model.moe.num_experts} still to hold a copy of; set it to "
+            f"{others} or less"
+        ]
     return []
+
+
+def _compression_problems(config: TrainConfig) -> list[str]:
+    weights = config.compression.weights
+    if weights != "none" and config.zero.stage == 0:
+        return [
+            f"compression.weights={weights}: with zero.stage=0 every rank updates all parameters and gathers none; set "
+            "zero.stage to 1, 2 or 3, or compression.weights=none"
+        ]
+    return []
+
+
+def _precision_problems(config: TrainConfig) -> list[str]:
+    precision, problems = config.precision, list[str]()
+    if precision.linear == "fp8":
+        problems += fp8_problems(config.model, config.parallel.tensor_parallel_size)
+    kernel = config.optimizer.kernel
+    if precision.optimizer_states == "bf16" and kernel not in ("auto", "torch"):
+        problems.append(
+            f"optimizer.kernel={kernel}: it keeps fp32 moments, and precision.optimizer_states=bf16; set that to fp32, "
+            "or optimizer.kernel=auto"
+        )
+    return problems
 
 
 def _expert_problems(config: TrainConfig) -> list[str]:
@@ -204,9 +329,11 @@ def _expert_problems(config: TrainConfig) -> list[str]:
             "(model.moe.num_experts=0); set parallel.expert_parallel_size=1, or choose a model that has"
         )
     elif num_experts % size:
+        # It divides the ranks of a stage too, which the size at hand does.
+        fitting = _largest_divisor(gcd(num_experts, config.parallel.ranks_per_stage), size)
         problems.append(
             f"model.moe.num_experts={num_experts}: must be a multiple of parallel.expert_parallel_size={size}, over "
-            f"which experts are shared out; try parallel.expert_parallel_size={_largest_divisor(num_experts, size)}"
+            f"which experts are shared out; try parallel.expert_parallel_size={fitting}"
         )
     if config.model.mtp.num_modules >= config.data.seq_length:
         problems.append(

@@ -11,8 +11,6 @@ from models.partition import partition
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.costs import Costs, at, costs_from
 
-_GRADIENT_BYTES = 4  # gradients are accumulated and reduced in fp32
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
@@ -44,11 +42,22 @@ def schedule_costs(config: TrainConfig, schedule: Schedule) -> Costs:
 
 
 def message_bytes(config: TrainConfig) -> int:
-    """Of the activation of one micro-batch between two stages, [B, S, H], or [B, S/tp, H] with sequence parallelism."""
-    elements = config.data.micro_batch_size * config.data.seq_length * config.model.hidden_size
+    """Of the activation of one micro-batch between two stages, [B, S, H], or [B, S/tp, H] with sequence parallelism.
+
+    As it travels: see comm.pipeline_payload.
+    """
+    num_rows = config.data.micro_batch_size * config.data.seq_length
     if config.parallel.sequence_parallel:
-        elements //= config.parallel.tensor_parallel_size
-    return elements * BYTES_PER_ELEMENT[config.precision.compute]
+        num_rows //= config.parallel.tensor_parallel_size
+    row_bytes = config.model.hidden_size * BYTES_PER_ELEMENT[config.precision.compute]
+    if config.comm.pipeline_payload == "bf16":
+        row_bytes = min(row_bytes, 2 * config.model.hidden_size)
+    elif config.comm.pipeline_payload == "fp8":
+        # Here, for it needs torch, and what does not train starts without.
+        from parallel.pipeline.payload import fp8_row_bytes
+
+        row_bytes = min(row_bytes, fp8_row_bytes(config.model.hidden_size))
+    return num_rows * row_bytes
 
 
 def stage_bytes(config: TrainConfig, num_stages: int) -> StageBytes | None:
@@ -75,5 +84,5 @@ def stage_bytes(config: TrainConfig, num_stages: int) -> StageBytes | None:
     size = BYTES_PER_ELEMENT[config.precision.compute]
     return StageBytes(
         parameters=tuple(count * size for count in counts),
-        gradients=tuple(count * _GRADIENT_BYTES for count in counts),
+        gradients=tuple(count * BYTES_PER_ELEMENT[config.precision.reduce] for count in counts),
     )

@@ -6,7 +6,7 @@ import math
 import resource
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 from framework.build import COMPUTE_DTYPES, Assembly
 from framework.metrics.config import LoggerConfig
 from framework.metrics.hardware import device_name, peak_flops
-from framework.metrics.record import MoERecord, StepRecord
+from framework.metrics.record import MoERecord, OffloadRecord, StepRecord
 from framework.metrics.timeline import Timeline, build_timeline
 from parallel.collectives import all_gather_into
 from parallel.mesh import ranks_along
+from parallel.offload.offloader import OffloadReport
 from parallel.pipeline.trace import (
     CATEGORIES,
     COMPUTE_CATEGORIES,
@@ -42,6 +43,7 @@ class RankStep(NamedTuple):
     split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
     start_s, clock_id: when the step began, and on which clock.
     reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
+    offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.
     """
 
     loss: float
@@ -57,6 +59,7 @@ class RankStep(NamedTuple):
     send_wait_s: float
     collective_wait_s: float
     expert_wait_s: float
+    offload_wait_s: float
     reduce_s: float
     optimizer_s: float
     other_s: float
@@ -77,6 +80,12 @@ class RankStep(NamedTuple):
     reduction_fp32_bytes: float
     reduction_squares: float
     reduction_error_squares: float
+    offload_out_bytes: float
+    offload_back_bytes: float
+    offload_num_uses: float
+    offload_num_hits: float
+    offload_num_unplanned: float
+    offload_peak_bytes: float
 
     @property
     def account(self) -> dict[str, float]:
@@ -89,15 +98,24 @@ class RankStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What became of a step once its norm was known. skipped: why it was not made; None: it was."""
+
+    grad_norm: float
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """A step's result before it is a record: the same on every rank, but for `trace`, which is this rank's.
 
-    moe: what the routers did; None: the model has none.
+    moe: what the routers did; None: the model has none. loss_scale: None without fp16.
     """
 
     step: int
-    grad_norm: float
+    judgement: Judgement
     learning_rate: float
+    loss_scale: float | None
     ranks: tuple[RankStep, ...]
     trace: Trace
     moe: MoERecord | None = None
@@ -118,23 +136,25 @@ class GatheredRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedStep:
-    """A step that this rank has done, before the others are known to have. grad_norm: None, not validated yet."""
+    """A step that this rank has done, before the others are known to have. judgement: None, not validated yet."""
 
     step: int
-    grad_norm: float | None
+    judgement: Judgement | None
     learning_rate: float
+    loss_scale: float | None
     ranks: GatheredRanks
     trace: Trace
     moe: MoERecord | None = None
 
-    def finish(self, grad_norm: float | None = None) -> StepOutcome:
-        """Once every rank has done it. grad_norm: where it was not known yet."""
-        norm = self.grad_norm if grad_norm is None else grad_norm
-        assert norm is not None, "the step is not validated yet"
+    def finish(self, judgement: Judgement | None = None) -> StepOutcome:
+        """Once every rank has done it. judgement: where it was not known yet."""
+        judgement = judgement or self.judgement
+        assert judgement is not None, "the step is not validated yet"
         return StepOutcome(
             step=self.step,
-            grad_norm=norm,
+            judgement=judgement,
             learning_rate=self.learning_rate,
+            loss_scale=self.loss_scale,
             ranks=self.ranks.wait(),
             trace=self.trace,
             moe=self.moe,
@@ -161,6 +181,7 @@ def gather_ranks(assembly: Assembly, loss: float, further_loss: float, trace: Tr
         peak_memory_bytes=_peak_memory_bytes(assembly.device),
         **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
         **_reductions(assembly),
+        **_offload_report(assembly),
     )
     vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
     everyone = torch.empty((assembly.axes.world.size, len(mine)), dtype=torch.float64, device=assembly.device)
@@ -177,6 +198,26 @@ def _reductions(assembly: Assembly) -> dict[str, float]:
         "reduction_squares": sum(float(each.squares) for each in reports if each),
         "reduction_error_squares": sum(float(each.error_squares) for each in reports if each),
     }
+
+
+def _offload_report(assembly: Assembly) -> dict[str, float]:
+    offloader = assembly.runtime.offloader
+    report = OffloadReport() if offloader is None else offloader.report
+    return {f"offload_{name}": value for name, value in asdict(report).items()}
+
+
+def _offload(by_stage: Sequence[Sequence[RankStep]]) -> OffloadRecord:
+    """What the ranks of each pipeline rank moved."""
+    ranks = [rank for members in by_stage for rank in members]
+    num_uses = sum(rank.offload_num_uses for rank in ranks)
+    return OffloadRecord(
+        out_bytes=int(sum(rank.offload_out_bytes for rank in ranks)),
+        back_bytes=int(sum(rank.offload_back_bytes for rank in ranks)),
+        hit_rate=sum(rank.offload_num_hits for rank in ranks) / num_uses if num_uses else 1.0,
+        num_unplanned=int(sum(rank.offload_num_unplanned for rank in ranks)),
+        stall_s=tuple(_mean(rank.offload_wait_s for rank in members) for members in by_stage),
+        peak_bytes=tuple(int(max(rank.offload_peak_bytes for rank in members)) for members in by_stage),
+    )
 
 
 def _compression(ranks: Sequence[RankStep]) -> tuple[float, float]:
@@ -206,21 +247,26 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
         [rank.account | {OTHER: rank.other_s + step_s - rank.step_s} for rank in of] for of in by_stage
     ]
     whole_backward_s = sum(rank.whole_backward_s for rank in ranks)
-    batch = assembly.train.plan.at(outcome.step)
+    batch = assembly.train.at(outcome.step)
     bubble = assembly.expected_bubbles.of(assembly.runtime.schedule_for(batch.num_microbatches))
     num_samples = batch.num_samples
-    num_tokens = num_samples * config.data.seq_length
-    flops_per_s = num_tokens * assembly.training_flops_per_token / step_s / len(ranks)
+    num_tokens = assembly.train.num_tokens(outcome.step)
+    flops_per_token = assembly.training_flops_per_token(assembly.train.mean_context(outcome.step))
+    flops_per_s = num_tokens * flops_per_token / step_s / len(ranks)
     peak = peak_flops(device_name(assembly.device), COMPUTE_DTYPES[config.precision.compute])
     compression = (None, None) if config.compression.method == "none" else _compression(ranks)
     return StepRecord(
         step=outcome.step,
         loss=sum(rank.loss for rank in ranks),
         further_loss=sum(rank.further_loss for rank in ranks) if config.model.mtp.num_modules else None,
-        grad_norm=outcome.grad_norm,
+        grad_norm=outcome.judgement.grad_norm,
+        skipped=outcome.judgement.skipped,
+        loss_scale=outcome.loss_scale,
         learning_rate=outcome.learning_rate,
         step_s=step_s,
         num_tokens=num_tokens,
+        num_microbatches=batch.num_microbatches,
+        padding_share=assembly.train.padding_share(outcome.step) if config.data.batching == "documents" else None,
         tokens_per_s=num_tokens / step_s,
         samples_per_s=num_samples / step_s,
         model_tflops_per_rank=flops_per_s / 1e12,
@@ -247,6 +293,7 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
         },
         compression_ratio=compression[0],
         compression_error=compression[1],
+        offload=None if assembly.runtime.offloader is None else _offload(by_stage),
         moe=outcome.moe,
         peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in ranks)),
         peak_live_activations=tuple(
@@ -287,9 +334,10 @@ def gather_timeline(assembly: Assembly, outcome: StepOutcome) -> Timeline | None
         [outcome.ranks[rank].start_s for rank in global_ranks],
         [int(outcome.ranks[rank].clock_id) for rank in global_ranks],
     )
-    batch = assembly.train.plan.at(outcome.step)
+    batch = assembly.train.at(outcome.step)
     schedule = assembly.runtime.schedule_for(batch.num_microbatches)
-    return build_timeline(outcome.step, schedule, traces, global_ranks, clock)
+    num_pipelines = mesh.config.world_size // mesh.config.pipeline_parallel_size
+    return build_timeline(outcome.step, schedule, traces, global_ranks, clock, num_pipelines=num_pipelines)
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -24,17 +24,20 @@ class RankMemory:
     """One rank after a step.
 
     parameters, gradients, optimizer: bytes that stay between steps. experts: the part of their sum that experts
-    are. observed: bytes of every tensor that is alive then, to hold the count against. peak_live_activations:
-    micro-batches held at once during the step, and the simulator's figure for it. peak_held_weight_grad_bytes:
-    kept for deferred weight gradients. activations, expected_activations: most bytes that autograd kept at once for
-    backwards, and the cost model's figure (see framework/recompute.py); what the backward half of an overlapped pair
-    runs again is not seen by the first.
+    are. host, disk: bytes of optimizer and masters that are in memory of the host beside a GPU, and in a file; no other
+    figure counts them. observed: bytes of every tensor that is alive then, to hold the count against.
+    peak_live_activations: micro-batches held at once during the step, and the simulator's figure for it.
+    peak_held_weight_grad_bytes: kept for deferred weight gradients. activations, expected_activations: most bytes that
+    autograd kept at once for backwards, and the cost model's figure (see framework/recompute.py); what the backward
+    half of an overlapped pair runs again is not seen by the first, and with offloading nothing that is run again.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     experts: int
+    host: int
+    disk: int
     observed: int
     peak_live_activations: int
     simulated_peak_activations: int
@@ -73,20 +76,25 @@ def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankM
         config, assembly.schedule, plan, vocab_size=assembly.vocab_size, on_cpu=device.type == "cpu"
     )
     held = assembly.optimizer.persistent_bytes()
+    offloader = assembly.runtime.offloader
+    kept = 0 if assembly.undo is None else assembly.undo.num_bytes
     mine = outcome.ranks[assembly.mesh.rank]
     simulated, _ = peak_live(assembly.schedule.actions[assembly.mesh.coordinate.pipeline])
     return RankMemory(
         parameters=held.parameters,
         gradients=held.gradients,
-        optimizer=held.optimizer,
+        optimizer=held.optimizer + kept,
         experts=assembly.optimizer.persistent_bytes(experts_only=True).total,
-        observed=live_tensor_bytes(device) - before,
+        host=held.host,
+        disk=held.disk,
+        # Moments in a file are tensors as well, mapped.
+        observed=live_tensor_bytes(device) - before - (held.disk if device.type == "cpu" else 0),
         peak_live_activations=int(mine.peak_live_activations),
         simulated_peak_activations=simulated,
         peak_held_weight_grad_bytes=sum(
             stage.weight_grads.peak_held_bytes for stage in assembly.runtime.stages.values()
         ),
-        activations=meter.peak,
+        activations=meter.peak if offloader is None else offloader.report.peak_bytes,
         expected_activations=expected[assembly.mesh.coordinate.pipeline],
     )
 

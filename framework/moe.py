@@ -15,7 +15,7 @@ and every copy of a layer makes the same update from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,24 +50,31 @@ def finish_step(
     *,
     world: Axis,
     expert_parallel_size: int = 1,
+    has_copies: bool = False,
     device: torch.device | str = "cpu",
 ) -> MoERecord:
     """Sum what the routers counted over all ranks and update their biases and fractions; the record of all layers.
 
+    has_copies: some experts are on several ranks, so what ranks have to do does not follow from the loads.
     It is the same on every rank. Group: `world`, all ranks of the job; one all-reduce.
     """
     layers = moe_layers(modules)
     num_experts, num_layers = config.moe.num_experts, config.num_layers + config.mtp.num_modules
     width = num_experts + len(SUMS) + 3
     # fp64 holds counts of up to 2^53 exactly.
-    table = torch.zeros(num_layers * width + expert_parallel_size**2, dtype=torch.float64, device=device)
-    rows = table[: num_layers * width].view(num_layers, width)
-    links = table[num_layers * width :].view(expert_parallel_size, expert_parallel_size)
+    sizes = (num_layers * width, expert_parallel_size**2, has_copies * num_layers * expert_parallel_size)
+    table = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    flat_rows, flat_links, flat_pairs = table.split(sizes)
+    rows = flat_rows.view(num_layers, width)
+    links = flat_links.view(expert_parallel_size, expert_parallel_size)
+    pairs = flat_pairs.view(-1, expert_parallel_size)
     for layer in layers:
         state, ep_rank = layer.router.state, layer.expert_parallel.axis.rank
         numbers = torch.tensor([state.num_tokens, sum(state.link_bytes)], device=device)
         rows[layer.layer] += torch.cat((state.load, state.sums, state.num_dropped.view(1), numbers))
         links[ep_rank] += torch.tensor(state.link_bytes, device=device)
+        if has_copies:
+            pairs[layer.layer] += state.rank_pairs
     all_reduce(table, world)
     for layer in layers:
         load, state = rows[layer.layer, :num_experts], layer.router.state
@@ -75,14 +82,20 @@ def finish_step(
             state.fractions.copy_(load / load.sum())
             if config.moe.bias_update_speed:
                 state.bias.copy_(updated_bias(state.bias, load, config.moe.bias_update_speed))
-    counted = enumerate(rows.tolist())
+    counted = enumerate(
+        zip(rows.tolist(), pairs.tolist() if has_copies else [None] * num_layers, strict=True)
+    )
     return MoERecord(
-        layers=tuple(_routing(index, values, config) for index, values in counted if values[-2] > 0),
+        layers=tuple(
+            _routing(index, values, config, by_rank) for index, (values, by_rank) in counted if values[-2] > 0
+        ),
         link_bytes=tuple(tuple(map(int, row)) for row in links.tolist()),
     )
 
 
-def _routing(layer: int, values: Sequence[float], config: ModelConfig) -> RoutingRecord:
+def _routing(
+    layer: int, values: Sequence[float], config: ModelConfig, rank_pairs: Sequence[float] | None
+) -> RoutingRecord:
     moe = config.moe
     load = values[: moe.num_experts]
     sums = dict(zip(SUMS, values[moe.num_experts :], strict=False))
@@ -96,6 +109,9 @@ def _routing(layer: int, values: Sequence[float], config: ModelConfig) -> Routin
         entropy=sums["entropy"] / num_tokens,
         num_dropped=int(num_dropped),
         sent_bytes=int(sent_bytes),
+        rank_load=None
+        if rank_pairs is None
+        else tuple(round(each / sum(rank_pairs), 6) for each in rank_pairs),
         **losses,
     )
 
@@ -110,22 +126,6 @@ def routing_state(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
         state = layer.router.state
         found |= {_name(layer, "bias"): state.bias, _name(layer, "fractions"): state.fractions}
     return found
-
-
-@torch.no_grad()
-def load_routing_state(modules: Iterable[nn.Module], saved: Mapping[str, Tensor]) -> None:
-    """Take what `routing_state` gave, of these layers or more.
-
-    Raises ValueError: where a layer is missing or has another number of experts.
-    """
-    for name, tensor in routing_state(modules).items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            found = f"shape {tuple(saved[name].shape)}" if name in saved else "nothing"
-            raise ValueError(
-                f"{name}: {found} in what was saved, shape {tuple(tensor.shape)} in the model; resume with the "
-                "experts that the run had"
-            )
-        tensor.copy_(saved[name])
 
 
 def _name(layer: MoE, what: str) -> str:

@@ -1,4 +1,4 @@
-"""AdamW over this rank's fragments, and one global clip norm counted right across every axis.
+"""Optimizer steps over this rank's fragments, and one global clip norm counted right across every axis.
 
 Note [Post-validation]
 An ordinary step waits until every rank of the pipeline has its gradients, for the norm of them all. With
@@ -7,13 +7,14 @@ and goes on with the next step (`step_ahead`); when the norm is there, and befor
 against the limit (`validate`). Where it was too large or not finite, masters, moments and step count are put back
 from copies and the step is done again, clipped: to the bit what the ordinary step gives, for the norm is the same
 sum in the same order. After a step that was clipped the next one waits, for most likely it is clipped as well.
+Where the step is not to be made at all (framework/step_guard.py), it is undone.
 Method: Qi et al., arXiv 2401.10241, section 4.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -21,18 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.disk_states import DiskStates
+from framework.host_states import HostStates
 from framework.optimizer_config import OptimizerConfig
 from framework.rollback import Rollback
+from framework.step_guard import StepGuard
+from framework.updaters import Part, Updater, updater_of
 from parallel.collectives import Axis, all_reduce
 from parallel.pipeline.trace import Activity, Recorder
 from parallel.zero import FlatUnit, Fragment, PersistentBytes, ShardedStage
 
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedFragment:
-    """A fragment with the unit it is cut from and its optimizer state, fp32 [stop - start] each."""
+    """A fragment with the unit it is cut from and its optimizer state, [stop - start] each."""
 
     unit: FlatUnit
     fragment: Fragment
@@ -41,7 +44,8 @@ class OwnedFragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What became of a step that was made ahead: its norm before clipping, and whether it was done again."""
+    """What became of a step that was made ahead: its norm before clipping, and whether it was undone, and done again
+    or, as `guard.last` says, skipped."""
 
     norm: float
     is_redone: bool
@@ -49,9 +53,10 @@ class Validation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Norm:
-    """The sum of squares over all ranks, fp64 scalar, once `work` (None: at once) is done."""
+    """The sum of squares over all ranks, and the loss where the guard reads it, fp64 [1] or [2], once `work` (None: at
+    once) is done."""
 
-    squares: Tensor
+    sums: Tensor
     work: dist.Work | None = None
 
 
@@ -64,37 +69,35 @@ class _Ahead:
 
 
 class ModelOptimizer:
-    """torch's fused AdamW on the fp32 masters of every stage this rank holds.
+    """AdamW on the fp32 masters of every stage this rank holds.
 
-    tensor, world: the axes over which the gradient norm is summed, each parameter counted once.
+    tensor, world: the axes over which the gradient norm is summed, each parameter counted once. updater: who does
+    the update; None: the one that `config` asks for. guard: decides whether a step is made; None: it always is, unless
+    its norm is not finite. squares: the sum of squares of tensors, fp64; None: `sum_of_squares`.
     """
 
     def __init__(
-        self, stages: Iterable[ShardedStage], config: OptimizerConfig, *, tensor: Axis, world: Axis
+        self,
+        stages: Iterable[ShardedStage],
+        config: OptimizerConfig,
+        *,
+        tensor: Axis,
+        world: Axis,
+        updater: Updater | None = None,
+        guard: StepGuard | None = None,
+        squares: Callable[[Sequence[Tensor]], Tensor] | None = None,
     ) -> None:
         self._config, self._tensor, self._world = config, tensor, world
         self._stages = tuple(stages)
-        self.owned: list[OwnedFragment] = []
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for unit in self._units():
-            for fragment in unit.fragments():
-                fragment.master.grad = fragment.grad
-                groups[fragment.slot.placement.weight_decay].append(fragment.master)
-                state = {name: torch.zeros_like(fragment.master) for name in STATE_NAMES}
-                self.owned.append(OwnedFragment(unit=unit, fragment=fragment, state=state))
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": members, "weight_decay": config.weight_decay if decays else 0.0}
-                for decays, members in groups.items()
-                if members
-            ],
-            lr=config.base_lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+        self.updater = updater or updater_of(config)
+        self.guard = guard or StepGuard()
+        self._squares = squares or sum_of_squares
+        self.owned = [
+            OwnedFragment(unit=unit, fragment=fragment, state=self.updater.new_state(fragment.master))
+            for unit in self._units()
+            for fragment in unit.fragments()
+        ]
         self.num_steps = 0
-        self._install_state()
         self._ahead: _Ahead | None = None
         self._expects_clip = False
         self._rollback: Rollback | None = None
@@ -106,11 +109,17 @@ class ModelOptimizer:
         for stage in self._stages:
             yield from stage.units
 
-    def _install_state(self) -> None:
-        for owned in self.owned:
-            master = owned.fragment.master
-            step = torch.tensor(float(self.num_steps), device=master.device)
-            self._adamw.state[master] = {"step": step, **owned.state}
+    def _parts(self) -> list[Part]:
+        return [
+            Part(
+                master=owned.fragment.master,
+                grad=owned.fragment.grad,
+                state=owned.state,
+                weight_decay=self._config.weight_decay if owned.fragment.slot.placement.weight_decay else 0.0,
+                key=_key_of(owned.fragment),
+            )
+            for owned in self.owned
+        ]
 
     def read_placements(self) -> None:
         """Take the placements of the parameters anew, after experts have been moved into others' slots."""
@@ -125,7 +134,6 @@ class ModelOptimizer:
         """Go on after `num_steps` updates; the tensors of `owned` have been filled, masters and state."""
         assert not self.is_ahead
         self.num_steps = num_steps
-        self._install_state()
         self._publish()
 
     @torch.no_grad()
@@ -133,44 +141,53 @@ class ModelOptimizer:
         """The norm of the whole model's reduced gradients.
 
         A rank counts the elements of its own shard. A parameter that every tensor-parallel rank holds whole is
-        counted by the first of them, the second copy of a tied one by nobody; the tensor axis is no such copy for
-        experts, whose replicas it is a part of.
+        counted by the first of them, the second copy of a tied one by nobody, nor are further copies of an expert; the
+        tensor axis is no such copy for experts, whose replicas it is a part of.
         """
         # Here a rank waits for the slowest one.
         with _recorded(recorder, Activity.COLLECTIVE_WAIT):
-            return self._wait(self._start_norm())
+            return self._wait(self._start_norm())[0]
 
-    def _start_norm(self) -> _Norm:
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+    def _start_norm(self, loss: float = 0.0) -> _Norm:
+        sums = torch.tensor([0.0, loss], dtype=torch.float64, device=self._device)
+        sums = sums if self.guard.reads_loss else sums[:1]
+        counted: list[Tensor] = []
         for owned in self.owned:
             placement = owned.fragment.slot.placement
             is_replicated = placement.tensor_dim is None and placement.experts is None
             if placement.tied_to is None and not (is_replicated and self._tensor.rank > 0):
-                counted = owned.fragment.grad[owned.unit.counted_range(owned.fragment)]
-                squares += torch.linalg.vector_norm(counted, dtype=torch.float64).square()
-        return _Norm(
-            squares=squares, work=all_reduce(squares, self._world, op=dist.ReduceOp.SUM, async_op=True)
-        )
+                ranges = owned.unit.counted_ranges(owned.fragment)
+                counted += [owned.fragment.grad[each] for each in ranges]
+        if counted:
+            sums[0] = self._squares(counted)
+        return _Norm(sums=sums, work=all_reduce(sums, self._world, op=dist.ReduceOp.SUM, async_op=True))
 
     @staticmethod
-    def _wait(norm: _Norm) -> float:
+    def _wait(norm: _Norm) -> tuple[float, float]:
+        """The norm, and the loss or 0."""
         if norm.work is not None:
             norm.work.wait()
-        return float(norm.squares.sqrt())
+        squares, *loss = norm.sums.tolist()
+        return math.sqrt(squares), sum(loss)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, recorder: Recorder | None = None) -> float:
+    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> float:
         """Clip, update the masters and publish them; returns the gradient norm before clipping.
 
-        Raises FloatingPointError: where the norm is not finite; nothing was updated.
+        loss: this rank's part of it. Where the guard says so the step is skipped, and `guard.last` is why.
+        Raises FloatingPointError: where the norm is not finite and that is not to be skipped; nothing was updated.
         """
         assert not self.is_ahead, "the step before has to be validated first"
-        return self._finish(self.gradient_norm(recorder), learning_rate)
+        with _recorded(recorder, Activity.COLLECTIVE_WAIT):
+            norm, total = self._wait(self._start_norm(loss))
+        if self.guard.judge(total, norm, self.num_steps) is None:
+            self._finish(norm, learning_rate)
+        return norm
 
     @property
     def can_step_ahead(self) -> bool:
         """Whether the next step may be made before its norm is known; the same on every rank."""
-        return self._rollback is not None and not self._expects_clip
+        return self._rollback is not None and not self._expects_clip and not self.guard.may_change_scale
 
     @property
     def is_ahead(self) -> bool:
@@ -178,14 +195,14 @@ class ModelOptimizer:
         return self._ahead is not None
 
     @torch.no_grad()
-    def step_ahead(self, learning_rate: float) -> None:
+    def step_ahead(self, learning_rate: float, loss: float = 0.0) -> None:
         """Update and publish as if nothing had to be clipped, without waiting for ranks of other stages.
 
         `validate` follows before the next step zeroes the gradients.
         """
         assert self._rollback is not None
         assert not self.is_ahead, "the step before has to be validated first"
-        self._ahead = _Ahead(norm=self._start_norm(), learning_rate=learning_rate)
+        self._ahead = _Ahead(norm=self._start_norm(loss), learning_rate=learning_rate)
         self._rollback.keep()
         self._update(learning_rate)
 
@@ -199,41 +216,40 @@ class ModelOptimizer:
         assert self._rollback is not None
         ahead, self._ahead = self._ahead, None
         with _recorded(recorder, Activity.COLLECTIVE_WAIT):
-            norm = self._wait(ahead.norm)
-        if math.isfinite(norm) and not self._is_clipped(norm):
+            norm, loss = self._wait(ahead.norm)
+        error: FloatingPointError | None = None
+        try:
+            is_made = self.guard.judge(loss, norm, self.num_steps - 1) is None
+        except FloatingPointError as raised:
+            error, is_made = raised, False
+        if is_made and not self._is_clipped(norm):
             return Validation(norm=norm, is_redone=False)
         with _recorded(recorder, Activity.OPTIMIZER):
             self._rollback.restore()
             self.num_steps -= 1
-            self._install_state()
-            if not math.isfinite(norm):
+            if is_made:
+                self._finish(norm, ahead.learning_rate)
+            else:
                 self._publish()
-            self._finish(norm, ahead.learning_rate)
+        if error is not None:
+            raise error
         return Validation(norm=norm, is_redone=True)
 
     def _is_clipped(self, norm: float) -> bool:
         limit = self._config.max_grad_norm
         return limit is not None and norm > limit
 
-    def _finish(self, norm: float, learning_rate: float) -> float:
-        """The step, once the norm is known."""
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm} after {self.num_steps} steps: nothing was updated, and the last "
-                "checkpoint is of sound parameters; lower optimizer.base_lr or lengthen the warm-up, and go on from it"
-            )
+    def _finish(self, norm: float, learning_rate: float) -> None:
+        """The step, once the norm is known to be sound."""
         self._expects_clip = self._is_clipped(norm)
         if self._expects_clip:
             assert self._config.max_grad_norm is not None
             for unit in self._units():
                 unit.grad.mul_(self._config.max_grad_norm / (norm + 1e-6))
         self._update(learning_rate)
-        return norm
 
     def _update(self, learning_rate: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
+        self.updater.update(self._parts(), step=self.num_steps + 1, learning_rate=learning_rate)
         self.num_steps += 1
         self._publish()
 
@@ -243,7 +259,7 @@ class ModelOptimizer:
 
     @property
     def _device(self) -> torch.device:
-        return self.owned[0].fragment.master.device if self.owned else torch.device("cpu")
+        return self.owned[0].fragment.grad.device if self.owned else torch.device("cpu")
 
     def persistent_bytes(self, *, experts_only: bool = False) -> PersistentBytes:
         """Parameters, gradients and optimizer state, with its copies, that stay on this rank between steps."""
@@ -253,7 +269,29 @@ class ModelOptimizer:
             tensor.nbytes for owned in self.owned if owned.unit in units for tensor in owned.state.values()
         )
         copies = 0 if self._rollback is None else sum(unit.master.nbytes for unit in units) + state
+        buffers = 0
+        if isinstance(self.updater, DiskStates | HostStates) and not experts_only:
+            buffers = self.updater.resident_bytes
+        if isinstance(self.updater, DiskStates):
+            return held + PersistentBytes(parameters=0, gradients=0, optimizer=buffers, disk=state)
+        if held.host:  # masters are there, and so are moments
+            return held + PersistentBytes(parameters=0, gradients=0, host=state + buffers + copies)
         return held + PersistentBytes(parameters=0, gradients=0, optimizer=state + copies)
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of one tensor or more, each squared and added up in fp64."""
+    squares = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    for tensor in tensors:
+        squares += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    return squares
+
+
+def _key_of(fragment: Fragment) -> str:
+    """The same for every copy of these elements, and for no others."""
+    placement = fragment.slot.placement
+    name, experts = placement.tied_to or fragment.slot.name, placement.experts or ()
+    return f"{name}/{placement.tensor_start}/{experts}/{fragment.start}"
 
 
 def _recorded(recorder: Recorder | None, activity: Activity) -> AbstractContextManager[None]:

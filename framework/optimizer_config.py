@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from framework.loss_scale import LossScaleConfig
 from framework.lr import LearningRateConfig
+from framework.optimizer_offload_config import OptimizerOffloadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +18,11 @@ class OptimizerConfig:
     post_validation: a pipeline rank updates its stage before the norm of the others is known and goes on; where it
         then has to be clipped, the update is undone and done again (Qi et al., arXiv 2401.10241, section 4). The
         result is the same to the bit; it costs copies of master weights and moments.
+    kernel: `apex` is NVIDIA's FusedAdam and multi-tensor norm; `auto` takes it where it and a GPU are there. `cpu_adam`
+        is DeepSpeed's, for updates on the host.
     """
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "onebit_adam"] = "adamw"
     base_lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
@@ -26,6 +30,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
     post_validation: bool = False
+    kernel: Literal["auto", "torch", "apex", "cpu_adam"] = "auto"
+    offload: OptimizerOffloadConfig = field(default_factory=OptimizerOffloadConfig)
     lr_schedule: LearningRateConfig = field(default_factory=LearningRateConfig)
 
     def __post_init__(self) -> None:
@@ -47,6 +53,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """compute: dtype of parameters and activations in use. Master weights and reductions are fp32."""
+    """compute: dtype of parameters and activations in use; master weights and what gradients are added up in are fp32.
 
-    compute: Literal["fp32", "bf16"] = "fp32"
+    loss_scale: of fp16 alone, whose gradients would underflow without it.
+    reduce: dtype in which gradients are summed over replicas; bf16 is half the bytes.
+    optimizer_states: dtype of AdamW's moments; bf16 is rounded at random (framework/bf16_states.py).
+    linear: `fp8` multiplies in the layers' linear layers in fp8 (parallel/fp8.py); `compute` in the precision above.
+    norm_kernel: as optimizer.kernel, for norms.
+    """
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    optimizer_states: Literal["fp32", "bf16"] = "fp32"
+    linear: Literal["compute", "fp8"] = "compute"
+    norm_kernel: Literal["auto", "torch", "apex"] = "auto"

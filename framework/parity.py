@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.balance_config import BalanceConfig
 from framework.build import Assembly, build, start_process_group
 from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.storage import load, save
@@ -91,6 +92,7 @@ def reference_config(config: TrainConfig) -> TrainConfig:
         parallel=MeshConfig(),
         zero=ZeroConfig(),
         recompute=RecomputeConfig(),
+        balance=BalanceConfig(),
         schedule=ScheduleConfig(name="1f1b", num_microbatches=num_microbatches),
         training=replace(config.training, batch_ramp=ramp),
     )
@@ -104,7 +106,7 @@ def train_and_save(
     torch.distributed is initialised; every rank of the layout calls this.
     """
     assembly, trail = _train(config, run, device)
-    save(folder, _boxes(assembly), {}, group=assembly.mesh.world)
+    save(folder, _boxes(assembly, every_copy=False), {}, group=assembly.mesh.world)
     return trail
 
 
@@ -194,13 +196,20 @@ def _train(config: TrainConfig, run: RunContext, device: torch.device) -> tuple[
     return assembly, trail
 
 
-def _boxes(assembly: Assembly) -> list[TensorBox]:
+def _boxes(assembly: Assembly, *, every_copy: bool = True) -> list[TensorBox]:
     boxes: list[TensorBox] = []
     for owned in assembly.optimizer.owned:
         slot = owned.fragment.slot
         name = slot.placement.tied_to or slot.name
         for key, flat in (("model", owned.fragment.master), ("gradient", owned.fragment.grad)):
-            boxes += shard_boxes(f"{key}.{name}", flat, owned.fragment.start, slot.shape, slot.placement)
+            boxes += shard_boxes(
+                f"{key}.{name}",
+                flat,
+                owned.fragment.start,
+                slot.shape,
+                slot.placement,
+                every_copy=every_copy,
+            )
     return boxes
 
 

@@ -3,7 +3,7 @@
 Every rank has the same record of what the routers did, so each decides by itself and all decide alike; copies of a
 layer on mirrored or data-parallel ranks make the same moves. What moves are the fp32 masters and the optimizer's
 moments, as they are; routers go on choosing by global index. A step computes the same before and after but for
-the order in which rows are added up.
+the order in which rows are added up. A copy of an expert is made the same way, from the nearest that there is.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ if TYPE_CHECKING:
 
 
 def is_due(config: TrainConfig, step: int) -> bool:
-    """Whether experts move after `step`, counted from 0; after the last there is nothing to gain."""
+    """Whether experts move after `step`, counted from 0; after the last only for a run that goes on from there."""
     interval, done = config.balance.interval_steps, step + 1
-    return interval > 0 and done % interval == 0 and done < config.training.num_steps
+    is_used = done < config.training.num_steps or config.checkpoint.enabled
+    return interval > 0 and done % interval == 0 and is_used
+
+
+def initial_placement(config: BalanceConfig, *, num_experts: int, ep_size: int) -> ExpertsByRank:
+    """Where the experts of every layer are before any has moved."""
+    return even_placement(num_experts, ep_size, config.spare_slots, config.num_nodes)
 
 
 def next_placement(
@@ -64,12 +70,12 @@ class Balancer:
 
     def __init__(self, config: BalanceConfig, *, num_experts: int, num_groups: int, ep_size: int) -> None:
         self._config, self._num_groups = config, num_groups
-        self._even = even_placement(num_experts, ep_size)
+        self._initial = initial_placement(config, num_experts=num_experts, ep_size=ep_size)
         self._placements: dict[int, ExpertsByRank] = {}
         self._loads: dict[int, list[float]] = {}
 
     def placement(self, layer: int) -> ExpertsByRank:
-        return self._placements.get(layer, self._even)
+        return self._placements.get(layer, self._initial)
 
     def observe(self, routing: MoERecord) -> BalanceRecord:
         """Take the loads of a step, of before any later move; its record."""
@@ -77,7 +83,12 @@ class Balancer:
             sums = self._loads.setdefault(each.layer, [0.0] * len(each.load))
             self._loads[each.layer] = [a + b for a, b in zip(sums, each.load, strict=True)]
         return BalanceRecord(
-            rank_imbalance=tuple(imbalance(each.load, self.placement(each.layer)) for each in routing.layers)
+            rank_imbalance=tuple(
+                imbalance(each.load, self.placement(each.layer))
+                if each.rank_load is None
+                else max(each.rank_load) * len(each.rank_load)
+                for each in routing.layers
+            )
         )
 
     def rebalance(self, assembly: Assembly, record: BalanceRecord) -> BalanceRecord:
@@ -117,13 +128,13 @@ class Balancer:
         }
 
     def restore(self, state: Mapping[str, Any], assembly: Assembly) -> None:
-        """Go on from `state`, before parameters are loaded; another number of ranks starts from an even placement."""
+        """Go on from `state`, before parameters are loaded; where ranks or slots are other ones, experts start anew."""
         self._loads = {int(layer): list(loads) for layer, loads in state["loads"].items()}
         placements = {
             int(layer): tuple(tuple(experts) for experts in placed)
             for layer, placed in state["placements"].items()
         }
-        sizes = [len(experts) for experts in self._even]
+        sizes = [len(experts) for experts in self._initial]
         if all([len(experts) for experts in placed] == sizes for placed in placements.values()):
             self._place(assembly, placements)
 

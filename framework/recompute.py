@@ -24,12 +24,14 @@ from models.cost import (
 )
 from models.partition import StageSlice, partition
 from models.recompute import NOTHING, Parts, Plan, options, plan_of
+from parallel.offload.plan import without_offload
+from parallel.offload.sizes import UnitBytes
 from parallel.pipeline.action import Kind, Schedule
 
 if TYPE_CHECKING:
     from framework.config import TrainConfig
 
-BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2}
+BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def recompute_plan(
@@ -45,8 +47,10 @@ def recompute_plan(
     if config.recompute.mode != "auto":
         return plan_of(config.recompute, config.model)
     if on_cpu is None:
-        on_cpu = not _has_gpu()
-    return _Search(config, as_executed(config, schedule), vocab_size, on_cpu).plan()
+        on_cpu = computes_on_cpu()
+    # What is recomputed is chosen first, and what is then left is offloaded.
+    executed = without_offload(as_executed(config, schedule))
+    return _Search(config, executed, vocab_size, on_cpu).plan()
 
 
 def as_executed(config: TrainConfig, schedule: Schedule) -> Schedule:
@@ -64,19 +68,30 @@ def as_executed(config: TrainConfig, schedule: Schedule) -> Schedule:
     )
 
 
-def _has_gpu() -> bool:
+def computes_on_cpu() -> bool:
+    """Whether the ranks do: there is no GPU."""
     # Asked through NVML, which leaves CUDA untouched: the ranks are forked from a process that has asked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    return torch.cuda.is_available()
+    return not torch.cuda.is_available()
 
 
 def peak_activation_bytes(
     config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool = False
 ) -> tuple[int, ...]:
-    """The most activation bytes of each pipeline rank in a step, see Note [Activations of a rank]."""
+    """The most activation bytes of each pipeline rank in a step, see Note [Activations of a rank].
+
+    schedule: where it has OFFLOAD and RELOAD, as if they took no time.
+    """
     return _Search(config, schedule, vocab_size, on_cpu).peaks(plan)
+
+
+def unit_bytes(
+    config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool = False
+) -> tuple[UnitBytes, ...]:
+    """Of each stage, the activation bytes of one micro-batch."""
+    return _Search(config, schedule, vocab_size, on_cpu).stages(plan)
 
 
 def recompute_shares(
@@ -101,14 +116,6 @@ def recompute_shares(
 def _layers_of(model: ModelConfig, cut: StageSlice) -> tuple[int, ...]:
     modules = range(model.num_layers, model.num_layers + model.mtp.num_modules) if cut.last else ()
     return (*cut.layers, *modules)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StageBytes:
-    """Of one micro-batch on a stage. kept: from its forward to its backward; most: during the backward."""
-
-    kept: int
-    most: int
 
 
 class _Search:
@@ -141,10 +148,13 @@ class _Search:
         return self._config.data.micro_batch_size * self._config.data.seq_length
 
     def peaks(self, plan: Plan) -> tuple[int, ...]:
-        stages = [self._stage_bytes(stage, plan) for stage in range(len(self._slices))]
+        stages = self.stages(plan)
         return tuple(
             max((_bytes_at(moment, stages) for moment in of_rank), default=0) for of_rank in self._moments
         )
+
+    def stages(self, plan: Plan) -> tuple[UnitBytes, ...]:
+        return tuple(self._stage_bytes(stage, plan) for stage in range(len(self._slices)))
 
     def plan(self) -> dict[int, Parts]:
         """Where a rank is above the budget, what saves it the most bytes for each FLOP; until none is."""
@@ -218,7 +228,7 @@ class _Search:
     def _flops(self, layer: int, parts: Parts) -> int:
         return recomputed_flops(self._config.model, layer, parts, seq_length=self._config.data.seq_length)
 
-    def _stage_bytes(self, stage: int, plan: Plan) -> _StageBytes:
+    def _stage_bytes(self, stage: int, plan: Plan) -> UnitBytes:
         """The parts of a stage go in turn, from the last, each with what is kept of those before it."""
         cut = self._slices[stage]
         kept = most = self._begin if cut.first else 0
@@ -230,7 +240,7 @@ class _Search:
             again = max((self._bytes(layer, parts - unit) - own for unit in units), default=0)
             most = max(most, kept + max(again, 0))
         kept += self._end if cut.last else 0
-        return _StageBytes(kept=kept, most=max(most, kept))
+        return UnitBytes(kept=kept, most=max(most, kept))
 
     def _bytes(self, layer: int, parts: Parts) -> int:
         config = self._config
@@ -261,7 +271,8 @@ class Moment:
 def moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
     """What a rank holds during each of its forwards and backwards, every different one once.
 
-    An activation lives from its F to its I or B; in a pair the forward stores before the backward frees.
+    An activation lives from its F to its I or B; in a pair the forward stores before the backward frees. One that is
+    moved out is gone at once, and there again at once.
     """
     live: dict[int, int] = {}
     found: dict[Moment, None] = {}
@@ -273,10 +284,12 @@ def moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
             elif leaf.kind in (Kind.B, Kind.I):
                 found[Moment(tuple(sorted(live.items())), leaf.stage)] = None
                 live[leaf.stage] -= 1
+            elif leaf.kind in (Kind.OFFLOAD, Kind.RELOAD):
+                live[leaf.stage] += 1 if leaf.kind is Kind.RELOAD else -1
     return tuple(found)
 
 
-def _bytes_at(moment: Moment, stages: Sequence[_StageBytes]) -> int:
+def _bytes_at(moment: Moment, stages: Sequence[UnitBytes]) -> int:
     total = sum(count * stages[stage].kept for stage, count in moment.live)
     if moment.backward is not None:
         total += stages[moment.backward].most - stages[moment.backward].kept

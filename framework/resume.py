@@ -33,6 +33,8 @@ def resume_problems(
     config: TrainConfig, folder: Path, metadata: Mapping[str, Any], data_hash: str | None = None
 ) -> list[str]:
     """Why a run of `config` cannot go on from the checkpoint `folder`; data_hash: None where it is not known yet."""
+    # Their steps depend on the budget and the data alone.
+    takes_documents = config.data.batching == "documents"
     problems = [
         f"checkpoint.resume={config.checkpoint.resume}: its {key} is {metadata[key]} and this run's is {mine}, so "
         f"samples would be repeated or left out; {remedy}"
@@ -44,16 +46,18 @@ def resume_problems(
                 config.data.seq_length,
                 "keep data.seq_length, by which the text is cut into samples",
             ),
+            ("batching", config.data.batching, "keep data.batching as it was"),
+            ("tokens_per_step", config.data.tokens_per_step, "keep data.tokens_per_step as it was"),
             (
                 "global_batch_size",
-                config.global_batch_size,
+                metadata["global_batch_size"] if takes_documents else config.global_batch_size,
                 "keep micro-batches x micro_batch_size x data_parallel_size as it was",
             ),
         )
         if metadata.get(key, mine) != mine
     ]
     num_steps, num_samples = metadata["num_steps"], metadata["num_samples"]
-    expected = config.batch_plan.samples_before(num_steps)
+    expected = num_samples if takes_documents else config.batch_plan.samples_before(num_steps)
     if metadata["global_batch_size"] == config.global_batch_size and num_samples != expected:
         problems.append(
             f"checkpoint.resume={config.checkpoint.resume}: its {num_steps} steps read {num_samples} samples and this "

@@ -19,6 +19,10 @@ class Rollback:
         self._live = list(tensors)
         self._kept = [torch.empty_like(tensor) for tensor in self._live]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._kept)
+
     @torch.no_grad()
     def keep(self) -> None:
         """Keep the present values."""

@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 _COMPRESSION = "compression."
 
 
-def state_boxes(assembly: Assembly) -> Iterator[TensorBox]:
+def state_boxes(assembly: Assembly, *, every_copy: bool = True) -> Iterator[TensorBox]:
     """Masters and optimizer state of this rank under their global names.
 
     `model.<parameter>` and `optimizer.<state>.<parameter>`; both copies of a tied parameter have one name. What
     routers keep between steps is `routing.<layer and value>`, the same on every rank that has the layer.
+    every_copy: of an expert that has several; they are equal, and only one of them is saved.
     """
     for name, tensor in routing_state(assembly.modules).items():
         yield TensorBox(
@@ -45,7 +46,9 @@ def state_boxes(assembly: Assembly) -> Iterator[TensorBox]:
         tensors = {f"model.{name}": fragment.master}
         tensors |= {f"optimizer.{state}.{name}": tensor for state, tensor in owned.state.items()}
         for key, tensor in tensors.items():
-            yield from shard_boxes(key, tensor, fragment.start, slot.shape, slot.placement)
+            yield from shard_boxes(
+                key, tensor, fragment.start, slot.shape, slot.placement, every_copy=every_copy
+            )
 
 
 def compression_boxes(assembly: Assembly) -> Iterator[TensorBox]:
@@ -72,6 +75,7 @@ def compression_layout(assembly: Assembly) -> dict[str, Any]:
         "compression.method": compression.method,
         "compression.error_feedback": compression.error_feedback,
         "compression.rank": compression.rank,
+        "compression.weights": compression.weights != "none",
         "zero.stage": config.zero.stage,
         "schedule.name": config.schedule.name,
         "schedule placement": [list(stages) for stages in assembly.schedule.placement],
@@ -89,15 +93,19 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
     folder = step_folder(checkpoints_of(run.run_dir), num_steps)
     metadata: dict[str, Any] = {
         "num_steps": num_steps,
-        "num_samples": assembly.train.plan.samples_before(num_steps),
+        "num_updates": assembly.optimizer.num_steps,
+        "guard": assembly.guard.state(),
+        "num_samples": assembly.train.samples_before(num_steps),
         "global_batch_size": assembly.config.global_batch_size,
         "seed": assembly.config.seed,
         "seq_length": assembly.config.data.seq_length,
+        "batching": assembly.config.data.batching,
+        "tokens_per_step": assembly.config.data.tokens_per_step,
         "num_experts": assembly.config.model.moe.num_experts,
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
-    boxes = list(state_boxes(assembly))
+    boxes = list(state_boxes(assembly, every_copy=False))
     if assembly.config.compression.method != "none":
         metadata["compression"] = compression_layout(assembly)
         boxes += compression_boxes(assembly)
@@ -164,9 +172,12 @@ def resume(assembly: Assembly, run: RunContext) -> int:
         verify_checksums=assembly.config.checkpoint.verify_checksums,
         optional=(_COMPRESSION,),
     )
-    assembly.optimizer.restore(metadata["num_steps"])
+    num_updates = metadata.get("num_updates", metadata["num_steps"])
+    assembly.optimizer.restore(num_updates)
+    if "guard" in metadata:
+        assembly.guard.restore(metadata["guard"])
     for unit in (unit for stage in assembly.stages.values() for unit in stage.units):
-        unit.reduction.num_steps = metadata["num_steps"]
+        unit.reduction.num_steps = num_updates
     state = read_rank_state(folder, assembly.mesh.rank, assembly.axes.world.size)
     if state is None:
         logger.warning(

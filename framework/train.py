@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import random
 import sys
@@ -24,6 +25,7 @@ from framework.config import TrainConfig, TrainingConfig
 from framework.config_mapping import to_mapping
 from framework.lr import learning_rate
 from framework.measure import (
+    Judgement,
     StepOutcome,
     UnfinishedStep,
     gather_ranks,
@@ -38,11 +40,14 @@ from framework.metrics.sinks import Sink, Status, log_picture, open_sinks, wandb
 from framework.metrics.timeline import Timeline
 from framework.metrics.timeline_render import write_files
 from framework.run import RunContext
+from framework.scaled_gradient import with_scaled_gradient
 from models.transformer import TransformerStage
 from parallel.collectives import all_reduce
 from parallel.loss import vocab_parallel_cross_entropy
 from parallel.pipeline.trace import Activity, Recorder
 from parallel.zero import add_tied_gradients
+
+logger = logging.getLogger(__name__)
 
 
 class TokenLoss:
@@ -51,25 +56,27 @@ class TokenLoss:
     That of further predictions (MTP) is added to the gradient alone, weighted, so that losses of models with and
     without it compare; further_loss: fp64, its sum so far, not weighted. Where no gradient is wanted it is not
     computed. It divides by the same number of tokens, though the last of a sequence have no further one to predict
-    (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25).
+    (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25). loss_scale: of the gradient alone.
     """
 
     def __init__(self, assembly: Assembly, num_valid_tokens: int) -> None:
         self._assembly, self._num_valid_tokens = assembly, num_valid_tokens
+        self.loss_scale = 1.0
         self.further_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
 
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, hidden = output if isinstance(output, tuple) else (output, None)
         loss = self._loss(logits, targets)
         if hidden is None or not torch.is_grad_enabled():
-            return loss
+            return with_scaled_gradient(loss, self.loss_scale)
         config, runtime = self._assembly.config.model.mtp, self._assembly.runtime
         stage = runtime.stages[runtime.schedule.num_stages - 1].module
         assert isinstance(stage, TransformerStage)
         predictions = stage.further_predictions(hidden, targets)
         further = torch.stack([self._loss(*each) for each in predictions]).mean()
         self.further_loss += further.detach()
-        return loss + config.loss_weight * (further - further.detach())
+        whole = loss + config.loss_weight * (further - further.detach())
+        return with_scaled_gradient(whole, self.loss_scale)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses = vocab_parallel_cross_entropy(
@@ -97,26 +104,35 @@ def forward_backward(
     """Forward and backward of the global batch of `step`.
 
     Afterwards the gradients of every fragment are complete: summed over micro-batches, replicas, the tensor
-    axis where partial, and both ends of a tie; routers have counted and moved their biases.
+    axis where partial, and both ends of a tie, without the loss scale; routers have counted and moved their biases.
     validate: of the step before (see `Runtime.step`).
     """
     batch = assembly.train.batch(step)
     device, has_experts = assembly.device, assembly.config.model.moe.num_experts > 0
     loss_fn = TokenLoss(assembly, batch.num_valid_tokens)
+    units = [unit for stage in assembly.stages.values() for unit in stage.units]
 
     def count_anew() -> None:
+        loss_scale = assembly.guard.loss_scale
+        loss_fn.loss_scale = loss_scale
         loss_fn.further_loss.zero_()
+        for unit in units:
+            unit.loss_scale = loss_scale
         if has_experts:
-            moe.begin_step(assembly.modules, batch.num_valid_tokens)
+            moe.begin_step(assembly.modules, batch.num_valid_tokens, loss_scale)
 
     def validate_and_count() -> bool:
         assert validate is not None
         is_redone = validate()
         if is_redone:  # and so are the forwards that were counted
             count_anew()
+        if assembly.undo is not None:
+            assembly.undo.keep()
         return is_redone
 
     count_anew()
+    if validate is None and assembly.undo is not None:
+        assembly.undo.keep()
     result = assembly.runtime.step(
         [tokens.to(device) for tokens in batch.tokens],
         [targets.to(device) for targets in batch.targets],
@@ -137,6 +153,7 @@ def forward_backward(
                 assembly.config.model,
                 world=assembly.axes.world,
                 expert_parallel_size=assembly.axes.expert.size,
+                has_copies=assembly.config.balance.spare_slots > 0,
                 device=device,
             )
     # Tensor-parallel ranks all compute the loss; it is counted once.
@@ -148,14 +165,15 @@ def forward_backward(
     )
 
 
-def learning_rate_of(config: TrainConfig, step: int, num_steps: int) -> float:
+def learning_rate_of(config: TrainConfig, step: int, num_steps: int, skipped_batches: float = 0.0) -> float:
     """The learning rate of `step` in a run of `num_steps`.
 
     It goes by samples, in batches of the full size: while the batch grows, warm-up and decay are the slower.
+    skipped_batches: of the steps before that were skipped, which do not count.
     """
     return learning_rate(
         config.optimizer.lr_schedule,
-        config.batch_plan.batches_before(step + 1) - 1,
+        config.batch_plan.batches_before(step + 1) - 1 - skipped_batches,
         config.batch_plan.batches_before(num_steps),
         config.optimizer.base_lr,
         config.parallel.data_parallel_size,
@@ -164,20 +182,20 @@ def learning_rate_of(config: TrainConfig, step: int, num_steps: int) -> float:
 
 def begin_step(
     assembly: Assembly, step: int, *, may_step_ahead: bool = False
-) -> tuple[UnfinishedStep, float | None]:
+) -> tuple[UnfinishedStep, Judgement | None]:
     """One step over the global batch of `step`, up to where other ranks have to be waited for.
 
-    Validates the step before where that was made ahead: its norm is returned as well.
+    Validates the step before where that was made ahead: what became of it is returned as well.
     may_step_ahead: let the optimizer step without the norm where it can; else the norm is waited for.
     """
     config, optimizer = assembly.config, assembly.optimizer
     recorder = Recorder(assembly.device)
     assembly.axes.meter.reset()
-    earlier: list[float] = []
+    earlier: list[Judgement] = []
 
     def validate() -> bool:
         validation = optimizer.validate(recorder)
-        earlier.append(validation.norm)
+        earlier.append(_judged(assembly, step - 1, validation.norm))
         return validation.is_redone
 
     if optimizer.is_ahead:
@@ -186,24 +204,37 @@ def begin_step(
         # The ranks start together: what one logs or draws between steps is part of the step, not of its bubble.
         dist.barrier(group=assembly.mesh.world)
         batch = forward_backward(assembly, step, recorder)
-    rate = learning_rate_of(config, step, config.training.num_steps)
-    norm: float | None = None
+    rate = learning_rate_of(config, step, config.training.num_steps, assembly.guard.skipped_batches)
+    judgement: Judgement | None = None
+    loss_scale = assembly.guard.loss_scale
     with recorder.record(Activity.OPTIMIZER):
         if may_step_ahead and optimizer.can_step_ahead:
-            optimizer.step_ahead(rate)
+            optimizer.step_ahead(rate, batch.loss)
         else:
-            norm = optimizer.step(rate, recorder)
+            judgement = _judged(assembly, step, optimizer.step(rate, recorder, batch.loss))
     recorder.stop()
     trace = recorder.trace()
     unfinished = UnfinishedStep(
         step=step,
-        grad_norm=norm,
+        judgement=judgement,
         learning_rate=rate,
+        loss_scale=loss_scale if assembly.guard.scales_loss else None,
         ranks=gather_ranks(assembly, batch.loss, batch.further_loss, trace),
         trace=trace,
         moe=batch.moe,
     )
     return unfinished, earlier[0] if earlier else None
+
+
+def _judged(assembly: Assembly, step: int, norm: float) -> Judgement:
+    """What became of `step`; where it was skipped, nothing but its batch is used up."""
+    guard = assembly.guard
+    if guard.last is not None:
+        assert assembly.undo is not None
+        assembly.undo.restore()
+        plan = assembly.config.batch_plan
+        guard.skipped_batches += plan.batches_before(step + 1) - plan.batches_before(step)
+    return Judgement(grad_norm=norm, skipped=guard.last)
 
 
 def train_step(assembly: Assembly, step: int) -> StepOutcome:
@@ -244,9 +275,9 @@ def train(
     config, training = assembly.config, assembly.config.training
     unfinished: UnfinishedStep | None = None
     for step in range(first_step, training.num_steps):
-        begun, norm = begin_step(assembly, step, may_step_ahead=not is_looked_at_after(config, step))
+        begun, earlier = begin_step(assembly, step, may_step_ahead=not is_looked_at_after(config, step))
         if unfinished is not None:
-            yield _observed(assembly, step_record(assembly, unfinished.finish(norm)))
+            yield _observed(assembly, step_record(assembly, unfinished.finish(earlier)))
         unfinished = begun
         if assembly.optimizer.is_ahead:
             continue
@@ -258,7 +289,7 @@ def train(
                 take_timeline(timeline)
         if evaluation_is_due(training, step):
             record = replace(record, validation_loss=evaluate(assembly))
-        if rebalance.is_due(config, step):
+        if rebalance.is_due(config, step) and record.skipped is None:
             assert assembly.balancer is not None
             assert record.balance is not None
             record = replace(record, balance=assembly.balancer.rebalance(assembly, record.balance))
@@ -266,8 +297,8 @@ def train(
 
 
 def _observed(assembly: Assembly, record: StepRecord) -> StepRecord:
-    """`record` with how evenly experts were placed, where they may move."""
-    if assembly.balancer is None or record.moe is None:
+    """`record` with how evenly experts were placed, where they may move; a step that was skipped does not count."""
+    if assembly.balancer is None or record.moe is None or record.skipped is not None:
         return record
     return replace(record, balance=assembly.balancer.observe(record.moe))
 
@@ -322,6 +353,14 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
         for record in train(assembly, first_step):
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
         return None
+    if config.never_compresses:
+        logger.warning(
+            "compression.method=%s: no gradient is compressed, for compression.warmup_steps=%d are all of "
+            "training.num_steps=%d; lower the first or train longer",
+            config.compression.method,
+            config.compression.warmup_steps,
+            config.training.num_steps,
+        )
     sinks: list[Sink] = list(open_sinks(config.logger, run.run_dir, to_mapping(config), first_step))
     if run.show_progress:
         sinks.append(
@@ -348,7 +387,9 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
         if config.logger.name != "none":
             plot_loss(run.run_dir)
-        summary = summarise(records, run, wandb_dir(sinks), time.perf_counter() - started)
+        summary = summarise(
+            records, run, wandb_dir(sinks), time.perf_counter() - started, kernels=assembly.kernels
+        )
         for sink in sinks:
             sink.summary(summary)
         status = "finished"
@@ -361,14 +402,21 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
     return dataclasses.asdict(summary)
 
 
-def summarise(records: list[StepRecord], run: RunContext, wandb: str | None, seconds: float) -> RunSummary:
+def summarise(
+    records: list[StepRecord],
+    run: RunContext,
+    wandb: str | None,
+    seconds: float,
+    *,
+    kernels: dict[str, str],
+) -> RunSummary:
     """The outcome of a run; rates and the bubble are medians over its steps, the first left out if it can be."""
     steady = records[1:] or records
-    last = records[-1]
+    last = next((record for record in reversed(records) if record.skipped is None), records[-1])
     return RunSummary(
         run_dir=str(run.run_dir),
         final_loss=last.loss,
-        validation_loss=last.validation_loss,
+        validation_loss=records[-1].validation_loss,
         tokens_per_s=float(np.median([record.tokens_per_s for record in steady])),
         bubble=Bubbles(
             measured=float(np.median([record.bubble_measured for record in steady])),
@@ -376,6 +424,8 @@ def summarise(records: list[StepRecord], run: RunContext, wandb: str | None, sec
             formula=last.bubble_formula,
         ),
         wandb_dir=wandb,
-        steps=last.step + 1,
+        steps=records[-1].step + 1,
         seconds=seconds,
+        num_skipped=sum(record.skipped is not None for record in records),
+        kernels=kernels,
     )

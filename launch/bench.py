@@ -12,6 +12,8 @@ from rich.console import Console
 
 from framework.bench.config import (
     CompressionBenchConfig,
+    DeepSpeedBenchConfig,
+    MemoryBenchConfig,
     OptimizerBenchConfig,
     OverlapBenchConfig,
     P2PBenchConfig,
@@ -25,6 +27,8 @@ _CONFIGS: dict[str, type[Any]] = {
     "optimizer": OptimizerBenchConfig,
     "overlap": OverlapBenchConfig,
     "compression": CompressionBenchConfig,
+    "deepspeed": DeepSpeedBenchConfig,
+    "memory": MemoryBenchConfig,
 }
 BENCHES = tuple(_CONFIGS)
 
@@ -72,10 +76,18 @@ def _measure(config: Any, folder: Path, console: Console) -> dict[str, Any]:
         from launch.bench_overlap import bench_overlap
 
         return bench_overlap(config, folder, console)
+    if isinstance(config, DeepSpeedBenchConfig):
+        from launch.bench_deepspeed import bench_deepspeed
+
+        return bench_deepspeed(config, folder, console)
     if isinstance(config, CompressionBenchConfig):
         from launch.bench_compression import bench_compression
 
         return bench_compression(config, folder, console)
+    if isinstance(config, MemoryBenchConfig):
+        from launch.bench_memory import bench_memory
+
+        return bench_memory(config, folder, console)
     from launch.bench_schedules import bench_schedules
 
     return bench_schedules(config, folder, console)

@@ -1,7 +1,8 @@
-"""`counterflow bench compression` on local ranks: over loopback and, where namespaces are allowed, a slow link."""
+"""`counterflow bench compression` on local ranks: with no limit to their links and, where it can be set, with one."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.bench.config import CompressionBenchConfig
-from framework.bench.network import why_not
+from framework.bench.network import set_rate, why_not
 from launch.bench_ranks import run_ranks
-from launch.compose import compose_config
+from launch.compose import compose_config, find_choices
 from models.config import ModelConfig
 from parallel.compress_config import CompressionConfig
 
 if TYPE_CHECKING:
     from framework.bench.compression import Row
 
-LOOPBACK = "loopback"
+# How far the gain in time may be from the one that bytes foretell.
+TARGET_OFF = 0.15
 
 
 def bench_compression(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
@@ -30,6 +32,7 @@ def bench_compression(config: CompressionBenchConfig, folder: Path, console: Con
     """
     from framework.bench.compression import NONE
 
+    _check_methods(config.methods)
     model = compose_config([f"model={config.model}"]).model
     names = dict.fromkeys((NONE, *config.methods))
     methods = {
@@ -49,39 +52,42 @@ def bench_compression(config: CompressionBenchConfig, folder: Path, console: Con
         highlight=False,
         soft_wrap=True,
     )
-    measured = {LOOPBACK: _measure(config, None, model, methods, folder)}
-    if rate is not None:
-        measured[f"{rate:g} Mbit/s"] = _measure(config, rate, model, methods, folder)
-    rows = _mappings(measured, rate)
+    rates = (None,) if rate is None else (None, rate)
+    rows = _mappings(
+        run_ranks(
+            _rank, (config, rates, model, methods), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate
+        )
+    )
     _print(rows, console)
     return {"rows": rows, "rate_limited": reason or ("measured" if rate is not None else "not asked for")}
 
 
-def _measure(
-    config: CompressionBenchConfig,
-    rate: float | None,
-    model: ModelConfig,
-    methods: Mapping[str, CompressionConfig],
-    folder: Path,
-) -> list[Row]:
-    link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
-    return run_ranks(
-        _rank, (config, link, model, methods), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate
-    )
+def _check_methods(methods: Sequence[str]) -> None:
+    options = find_choices().groups["compression"]
+    for name in methods:
+        if name not in options:
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(
+                f"methods=[{','.join(methods)}]: no way to compress is called {name}{hint}; choose from "
+                f"{', '.join(options)}"
+            )
 
 
 def _rank(
     config: CompressionBenchConfig,
-    link: str,
+    rates: Sequence[float | None],
     model: ModelConfig,
     methods: Mapping[str, CompressionConfig],
 ) -> list[Row]:
     from framework.bench.compression import measure_compression
 
     return measure_compression(
-        link,
         model,
         methods,
+        rates=rates,
+        # Without a limited one the link is loopback, which is left as it is.
+        set_rate=set_rate if len(rates) > 1 else lambda rate: None,
         is_everywhere=config.everywhere,
         compute_s=config.compute_ms / 1e3,
         repeats=config.repeats,
@@ -90,36 +96,40 @@ def _rank(
 
 
 def _say(row: Row) -> None:
-    print(f"  {row.link}, {row.method}: {row.ratio:.1f} times fewer bytes", flush=True)
+    print(f"  {_link(row.mbit_per_s)}, {row.method}: {1e3 * row.best_s:.0f} ms a step", flush=True)
 
 
-def _mappings(measured: Mapping[str, Sequence[Row]], rate: float | None) -> list[dict[str, Any]]:
+def _link(mbit_per_s: float | None) -> str:
+    return "no limit" if mbit_per_s is None else f"{mbit_per_s:g} Mbit/s"
+
+
+def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Plain values; on a limited link with the time that bytes foretell and what both say the method gains."""
-    from framework.bench.compression import predicted_s
+    from framework.bench.compression import NONE, predicted_s
 
-    loopback = {row.method: row for row in measured[LOOPBACK]}
+    unlimited = {row.method: row for row in rows if row.mbit_per_s is None}
+    plain = {row.mbit_per_s: row for row in rows if row.method == NONE}
     mappings: list[dict[str, Any]] = []
-    for link, rows in measured.items():
-        plain = rows[0]
-        for row in rows:
-            mapping: dict[str, Any] = {
-                "link": link,
-                "method": row.method,
-                "num_elements": row.num_elements,
-                "sent_bytes": row.sent_bytes,
-                "fp32_bytes": row.fp32_bytes,
-                "ratio": row.ratio,
-                "message_error": row.message_error,
-                "sum_error": row.sum_error,
-                "best_s": row.best_s,
-                "speedup": plain.best_s / row.best_s,
-                "step_s": list(row.step_s),
-            }
-            if link != LOOPBACK and rate is not None:
-                predicted = predicted_s(loopback[row.method], rate)
-                mapping["predicted_s"] = predicted
-                mapping["predicted_speedup"] = predicted_s(loopback[plain.method], rate) / predicted
-            mappings.append(mapping)
+    for row in rows:
+        mapping: dict[str, Any] = {
+            "link": _link(row.mbit_per_s),
+            "method": row.method,
+            "num_elements": row.num_elements,
+            "sent_bytes": row.sent_bytes,
+            "fp32_bytes": row.fp32_bytes,
+            "ratio": row.ratio,
+            "message_error": row.message_error,
+            "sum_error": row.sum_error,
+            "best_s": row.best_s,
+            "speedup": plain[row.mbit_per_s].best_s / row.best_s,
+            "step_s": list(row.step_s),
+        }
+        if row.mbit_per_s is not None:
+            predicted = predicted_s(unlimited[row.method], row.mbit_per_s)
+            mapping["predicted_s"] = predicted
+            mapping["predicted_speedup"] = predicted_s(unlimited[NONE], row.mbit_per_s) / predicted
+            mapping["off"] = mapping["speedup"] / mapping["predicted_speedup"] - 1
+        mappings.append(mapping)
     return mappings
 
 
@@ -127,18 +137,19 @@ def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for link in dict.fromkeys(row["link"] for row in rows):
         table = Table(title=f"gradients on the wire, {link}", title_justify="left", caption_justify="left")
         table.add_column("method")
+        here = [row for row in rows if row["link"] == link]
         titles = ["MB", "ratio", "error", "of sum", "step ms", "gain"]
-        if link != LOOPBACK:
-            titles.append("by bytes")
+        if "off" in here[0]:
+            titles += ["by bytes", "off"]
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
-        for row in rows:
-            if row["link"] == link:
-                table.add_row(row["method"], *_cells(row))
+        for row in here:
+            table.add_row(row["method"], *_cells(row))
         table.caption = "MB: of a rank; error: of a first message and of its sum; gain: in time"
-        if link != LOOPBACK:
+        if "off" in here[0]:
             table.caption += (
-                "\nby bytes: the gain foretold by the step over loopback and the bytes at the rate"
+                "\nby bytes: the gain foretold by the step without a limit and the bytes at the rate; "
+                f"aim: off by at most {TARGET_OFF:.0%}"
             )
         console.print(table)
 
@@ -152,4 +163,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{1e3 * row['best_s']:.0f}",
         f"{row['speedup']:.2f}",
     ]
-    return cells + ([f"{row['predicted_speedup']:.2f}"] if "predicted_speedup" in row else [])
+    return cells + ([f"{row['predicted_speedup']:.2f}", f"{row['off']:+.0%}"] if "off" in row else [])

@@ -382,14 +382,16 @@ def _print_table(command: str, results: Sequence[dict[str, Any]]) -> None:
     common = (
         set[str].intersection(*(set(result["overrides"]) for result in results)) if results else set[str]()
     )
+    varying = [" ".join(text for text in result["overrides"] if text not in common) for result in results]
     table = Table(title=f"{len(results)} runs", title_justify="left")
     columns = COMMANDS[command].columns
-    for column in ("overrides", *columns):
-        table.add_column(column, justify="left" if column == "overrides" else "right", overflow="fold")
-    for result in results:
-        varying = " ".join(text for text in result["overrides"] if text not in common)
+    table.add_column("overrides", overflow="fold", no_wrap=max(map(len, varying), default=0) <= 36)
+    for column in columns:
+        # In words, so that a narrow terminal breaks a heading between them.
+        table.add_column(column.replace("_", " ").replace(".", " "), justify="right")
+    for result, overrides in zip(results, varying, strict=True):
         cells = [result.get("error", "")] if "error" in result else [_cell(result, name) for name in columns]
-        table.add_row(varying or "(none)", *cells)
+        table.add_row(overrides or "(none)", *cells)
     Console().print(table)
 
 

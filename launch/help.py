@@ -30,12 +30,15 @@ COMMANDS: dict[str, Command] = {
             ("model=tiny", "the model's shape; or model.num_layers=8 and so on"),
             ("data.sources=[/my/texts]", "folders or files: .txt .md .py .rst .jsonl"),
             ("training.num_steps=100", "optimizer steps"),
-            ("precision=bf16", "fp32 or bf16, master weights in fp32"),
+            ("precision=bf16", "fp32, bf16 or fp16, master weights in fp32; precision.optimizer_states=bf16"),
+            ("brakes=skip", "skip steps that are not finite or far outside of the last ones, in bounds"),
             (
                 "recompute.mode=full",
                 "full, selective (recompute.modules=[attention]), auto; recompute.every=2",
             ),
             ("compression=onebit", "gradients on the wire: none, onebit, int8, int4, fp8, topk, powersgd"),
+            ("compression.weights=int8", "gathers of weights: none, int8, int4, fp8"),
+            ("comm.pipeline_payload=fp8", "between stages: compute (as they are), bf16, fp8"),
             ("logger=jsonl", "none, jsonl, wandb (offline) or tensorboard"),
             ("checkpoint.resume=runs/...", "go on from a run's last checkpoint"),
         ),
@@ -136,7 +139,7 @@ COMMANDS: dict[str, Command] = {
             ("parallel.pipeline_parallel_size=4", "pipeline ranks"),
             ("schedule=zbv", "whose stages: two a rank for the V-shaped ones, else one"),
             ("data.micro_batch_size=2", "samples of a micro-batch"),
-            ("precision=bf16", "fp32 or bf16"),
+            ("precision=bf16", "fp32, bf16 or fp16"),
         ),
         examples=(
             ("counterflow profile parallel.pipeline_parallel_size=4", "the stages of the default schedule"),
@@ -223,7 +226,8 @@ COMMANDS: dict[str, Command] = {
             Sums up how often the tokens of a run chose each expert, layer by layer, and places the experts on the
             ranks of an expert axis: in order, packed by load, and with spare slots for replicas of hot experts
             (groups to nodes, replicas to ranks, as DeepSeek's EPLB). Prints the largest load of a rank over the
-            mean. In training, balance.interval_steps=N moves experts by the same rules, without replicas.""",
+            mean. In training, balance.interval_steps=N moves experts by the same rules, and balance.spare_slots makes
+            room for replicas.""",
         options=(
             ("num_ranks=8", "ranks of the expert axis"),
             ("spare_slots=[0,1,2]", "slots of each rank for replicas, one placement for each number"),

@@ -108,17 +108,70 @@ BENCHES: dict[str, Command] = {
         argument=_KEYS,
         options_heading=_HEADING,
         about="""\
-            On the gradient of a model, over loopback and over an emulated link beside what the bytes foretell.""",
+            On the gradient of a model, over links without a limit and with one, in turn: the gain in step time beside
+            the one that the bytes foretell.""",
         options=(
             ("methods=[onebit,int8,int4,fp8,topk,powersgd]", "which"),
             ("model=small", "whose gradient"),
             ("num_ranks=2", "ranks that reduce"),
-            ("everywhere=true", "compress small parameters too"),
+            ("everywhere=true", "every rank gets the whole sum (ZeRO 0); false: its own range"),
             ("mbit_per_s=200", "rate of the emulated link; null for loopback only"),
             ("compute_ms=0", "compute of a step that stands beside the reduction"),
             ("repeats=5", "counted reductions of each"),
         ),
         examples=(("counterflow bench compression", "six methods, on a slow link too; about two minutes"),),
         output="rows.json, a table.",
+    ),
+    "deepspeed": Command(
+        summary="DeepSpeed's engine (zero.engine=deepspeed) beside our own sharding",
+        argument=_KEYS,
+        options_heading=_HEADING,
+        about="""\
+            Both train one model in fp32 on gloo ranks, step by step in turn: how far losses and gradient norms differ,
+            and how long a step takes. It holds where no loss differs by more than 1e-4.""",
+        options=(
+            ("stages=[0,1,2,3]", "of ZeRO, one row for each"),
+            ("model=tiny", "which"),
+            ("data_parallel_size=2", "ranks that share data out"),
+            ("tensor_parallel_size=1", "ranks that share a layer out"),
+            ("num_microbatches=2", "micro-batches of a step"),
+            ("num_steps=20", "of each engine"),
+        ),
+        examples=(
+            ("counterflow bench deepspeed", "four stages on two ranks; about five minutes"),
+            ("counterflow bench deepspeed tensor_parallel_size=2 stages=[3]", "on four ranks"),
+        ),
+        output="""\
+            rows.json, a table.
+            --json: rows [{stage, loss_difference, norm_difference, holds, time_ratio, native, deepspeed}], holds.""",
+    ),
+    "memory": Command(
+        summary="the activations a rank holds, recomputed or offloaded, and what that costs in time",
+        argument=_KEYS,
+        options_heading=_HEADING,
+        about="""\
+            Steps of one small Llama that keeps everything, recomputes its attention or all of it, and offloads by lru
+            and by schedule within budgets, in turn: the most activations of each rank beside what is foretold, the
+            time of a step, and what copies make it wait. Copies are held to a rate at which they matter.""",
+        options=(
+            ("schedule=gpipe", "the more micro-batches live at once, the lower a budget can be"),
+            ("num_ranks=2", "ranks of the pipeline"),
+            ("num_microbatches=12", "micro-batches of a step"),
+            ("budgets=[0.2,0.4,0.6,0.8]", "shares of what the rank that holds most would hold"),
+            ("tier=disk", "where activations go: host or disk"),
+            ("copy_share=0.8", "what moving out takes of the forward's time"),
+            ("hidden_size=256", "of the model"),
+            ("num_layers=4", "of the model"),
+            ("tokens=512", "of a micro-batch"),
+            ("repeats=5", "counted steps of each"),
+        ),
+        examples=(
+            ("counterflow bench memory", "twelve cases; about three minutes"),
+            ("counterflow bench memory schedule=zbv budgets=[0.5]", "another schedule"),
+        ),
+        output="""\
+            rows.json, memory.png and .svg: the time of a step over the most that a rank holds.
+            --json: rows [{name, budget_bytes, peak_bytes, simulated_peak_bytes, step_ratio, stall_s,
+            simulated_stall_s, moved_bytes, hit_rate, ...}], copy_bytes_per_s.""",
     ),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
 from framework.config_rules import build_schedule, check
+from framework.errors import ConfigError
 from framework.run import RunContext
 from launch.parity import layout_text
 from launch.train import LaunchOptions, prepare_run
@@ -22,6 +23,13 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     """
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
     check(config)
+    if config.zero.engine != "native":
+        raise ConfigError(
+            [
+                f"zero.engine={config.zero.engine}: what it holds is not known here; set zero.engine=native, or look "
+                "at peak_memory_bytes in the records of a run"
+            ]
+        )
 
     from framework.memory import to_mapping
     from launch.elastic import run_local
@@ -61,7 +69,8 @@ def print_result(result: dict[str, Any]) -> None:
         title=f"{result['layout']}: memory of each rank after one step, in MiB", title_justify="left"
     )
     has_experts = any(row["experts"] for row in result["ranks"])
-    columns = ("parameters", "gradients", "optimizer", "persistent", *(["experts"] * has_experts))
+    elsewhere = [name for name in ("host", "disk") if any(row[name] for row in result["ranks"])]
+    columns = ("parameters", "gradients", "optimizer", "persistent", *(["experts"] * has_experts), *elsewhere)
     titles = ["together" if column == "persistent" else column for column in columns]
     for title in ("rank", *titles, "activations", "live"):
         table.add_column(title, justify="right")
@@ -75,6 +84,8 @@ def print_result(result: dict[str, Any]) -> None:
     )
     if has_experts:
         table.caption += "; experts: their part of together"
+    if elsewhere:
+        table.caption += f"; {', '.join(elsewhere)}: of the optimizer, not in together"
     console = Console()
     console.print(table)
     if result["recomputed"]:

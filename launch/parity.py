@@ -68,11 +68,38 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 def _refused(config: TrainConfig) -> list[str]:
     """What parity, five plain steps of a layout beside one process, cannot judge."""
     problems: list[str] = []
+    if config.zero.engine != "native":
+        problems.append(
+            f"zero.engine={config.zero.engine}: its gradients are its own business; `counterflow bench deepspeed` "
+            "compares its losses and norms with ours"
+        )
     if config.compression.method != "none":
         problems.append(
             f"compression.method={config.compression.method}: compressed gradients are not those of one process, "
             "and parity is to 1e-5; set compression=none"
         )
+    if config.compression.weights != "none":
+        problems.append(
+            f"compression.weights={config.compression.weights}: rounded weights are not those of one process, and "
+            "parity is to 1e-5; set compression.weights=none"
+        )
+    if config.comm.pipeline_payload != "compute":
+        problems.append(
+            f"comm.pipeline_payload={config.comm.pipeline_payload}: activations are rounded on their way, and parity "
+            "is to 1e-5; set comm.pipeline_payload=compute"
+        )
+    precision = config.precision
+    if precision.compute == "fp16":
+        problems.append(
+            "precision.compute=fp16: a step whose gradients overflow is skipped, and parity compares every step; set "
+            "precision=fp32 or precision=bf16"
+        )
+    for name, plain in (("reduce", "fp32"), ("optimizer_states", "fp32"), ("linear", "compute")):
+        if getattr(precision, name) != plain:
+            problems.append(
+                f"precision.{name}={getattr(precision, name)}: what is rounded differs from one process, and parity is "
+                f"to 1e-5; set precision.{name}={plain}"
+            )
     if config.balance.interval_steps:
         problems.append(
             f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the steps that parity "

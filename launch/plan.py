@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +71,13 @@ def _print(console: Console, name: str, cost: ModelCost, full: ModelCost, mtp: d
         f"{name}: sequences of {cost.seq_length:,} tokens, vocabulary of {cost.vocab_size:,}",
         f"parameters          {readable(cost.parameters)}",
         f"active for a token  {readable(active)}; {readable(active - cost.embedding_parameters)} without the embedding",
-        f"training FLOPs      {readable(cost.training_flops_per_token)} a token, causal attention halved; "
-        f"{readable(full.training_flops_per_token)} with it whole",
+        f"training FLOPs      {readable_flops(cost.training_flops_per_token)} a token, causal attention halved; "
+        f"{readable_flops(full.training_flops_per_token)} with it whole",
     ]
     if mtp is not None:
         lines.append(
             f"MTP adds            {readable(mtp['parameters'])} parameters, {readable(mtp['active_parameters'])} "
-            f"active, {readable(mtp['training_flops_per_token'])} training FLOPs a token"
+            f"active, {readable_flops(mtp['training_flops_per_token'])} training FLOPs a token"
         )
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -99,7 +100,7 @@ def _print_layers(console: Console, cost: ModelCost) -> None:
     flops = [run.forward_flops_per_token for run in cost.layers]
     of_layers = sum(run.count * run.forward_flops_per_token for run in cost.layers)
     head = cost.forward_flops_per_token - of_layers
-    table.add_row("forward FLOPs", *map(readable, flops), "", readable(head))
+    table.add_row("forward FLOPs", *map(readable_flops, flops), "", readable_flops(head))
     kept = [f"{run.activation_bytes / 2**20:,.0f} MiB" for run in cost.layers]
     table.add_row("activations", *kept, "", "")
     notes = ["FLOPs: of a token; activations: in bf16, of one sequence, whole"]
@@ -117,9 +118,18 @@ def _layers_text(run: LayerCost) -> str:
 
 
 def readable(count: float) -> str:
-    """As `671.03 B`."""
-    for unit in ("", " K", " M", " B", " T"):
-        if abs(count) < 1000 or unit == " T":
+    """As `671.03 B`, for parameters."""
+    return _scaled(count, ("", " K", " M", " B", " T"))
+
+
+def readable_flops(count: float) -> str:
+    """As `250.45 G`, with SI prefixes as FLOPs have them."""
+    return _scaled(count, ("", " K", " M", " G", " T", " P"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    for unit in units:
+        if abs(count) < 1000 or unit == units[-1]:
             return f"{count:.0f}" if unit == "" else f"{count:.2f}{unit}"
         count /= 1000
     raise AssertionError("the last unit takes any count")

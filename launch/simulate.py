@@ -11,6 +11,8 @@ from rich.table import Table
 
 from framework.config import TrainConfig
 from framework.costs import message_bytes, schedule_costs, stage_bytes
+from framework.offload import copy_model, offloaded
+from parallel.offload.timing import CopyModel
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.costs import Costs
 from parallel.pipeline.draw import timeline_png, timeline_svg
@@ -52,7 +54,11 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
         if num_actions <= MAX_DRAWN
         else None
     )
+    copies = None
     if executable is not None:
+        vocab_size = config.expected_vocab_size
+        executable = offloaded(config, executable, vocab_size=vocab_size)
+        copies = copy_model(config, executable, vocab_size=vocab_size)
         report = verify(executable)
 
     costs = schedule_costs(config, schedule)
@@ -77,7 +83,7 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
             "bytes on the data axis are not counted: the schedule is too large, or the model has too few layers for "
             f"{schedule.num_stages} stages"
         )
-    executed = None if executable is None else simulate(executable, costs)
+    executed = None if executable is None else simulate(executable, costs, copies)
     _print(console, schedule, report, simulation, formula)
     if executed is not None and executed.makespan < simulation.makespan:
         console.print(
@@ -87,6 +93,8 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
             markup=False,
             soft_wrap=True,
         )
+    if executed is not None and copies is not None:
+        _print_offload(console, executed, copies)
     _print_volume(console, volume)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
@@ -110,6 +118,14 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
             "makespan": executed.makespan,
             "bubble_makespan": executed.bubble_makespan,
             "bubble_span": executed.bubble_span,
+        },
+        "offload": None
+        if executed is None or copies is None
+        else {
+            "budget_bytes": copies.budget_bytes,
+            "peak_bytes": list(executed.peak_bytes),
+            "num_moves": [len(of_rank) for of_rank in executed.copies],
+            "stall": list(executed.stall),
         },
         "volume": _volume_mapping(volume),
         "notes": notes,
@@ -175,6 +191,22 @@ def _volume(config: TrainConfig, schedule: Schedule, executable: Schedule | None
     return Volume(links=links, data=data)
 
 
+def _print_offload(console: Console, executed: Simulation, copies: CopyModel) -> None:
+    """Of each rank, what the budget leaves it and costs it."""
+    table = Table(
+        title=f"activations offloaded, at most {readable_bytes(copies.budget_bytes)} on a rank",
+        title_justify="left",
+    )
+    for column in ("rank", "peak", "moves", "stall"):
+        table.add_column(column, justify="right")
+    for rank, (peak, moves, stall) in enumerate(
+        zip(executed.peak_bytes, executed.copies, executed.stall, strict=True)
+    ):
+        table.add_row(str(rank), readable_bytes(peak), str(len(moves)), f"{stall:g}")
+    table.caption = "moves: OFFLOAD and RELOAD; stall: time that actions wait for them"
+    console.print(table)
+
+
 def _volume_mapping(volume: Volume) -> dict[str, Any]:
     data = volume.data
     return {
@@ -235,6 +267,8 @@ def _print(
         title=f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} micro-batches",
         title_justify="left",
+        caption="times in the unit of schedule.costs (a profile's: seconds); peaks count micro-batches of a stage",
+        caption_justify="left",
     )
     for column in ("rank", "stages", "busy", "idle", "peak activations", "peak held weight gradients"):
         table.add_column(column, justify="right")

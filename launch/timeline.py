@@ -21,8 +21,9 @@ def run(run_dir: Path, step: int | None = None, *, console: Console | None = Non
 
     Writes SVG, PNG and HTML beside the step's JSON and Perfetto trace in `run_dir`/timeline. Returns what
     `--json` prints: run_dir, step, schedule, alignment, step_s, makespan_s, bubble {measured, measured_span,
-    simulated, simulated_span}, work_inflation, account {category: [seconds of each pipeline rank]},
-    peak_live_activations and peak_held_weight_grad_bytes per rank, and the paths json, trace, svg, png, html.
+    simulated, simulated_span}, work_inflation, account {category: [seconds of each pipeline rank]}, global_ranks,
+    num_pipelines, peak_live_activations and peak_held_weight_grad_bytes per rank, and the paths json, trace, svg,
+    png, html.
 
     Raises ValueError: where the run has no timeline of that step, or its file is damaged.
     """
@@ -57,6 +58,8 @@ def run(run_dir: Path, step: int | None = None, *, console: Console | None = Non
         "run_dir": str(run_dir),
         "step": step,
         "schedule": timeline.schedule.name,
+        "global_ranks": list(timeline.global_ranks),
+        "num_pipelines": timeline.num_pipelines,
         "alignment": timeline.clock.alignment,
         "step_s": timeline.step_s,
         "makespan_s": timeline.makespan_s,
@@ -77,13 +80,14 @@ def run(run_dir: Path, step: int | None = None, *, console: Console | None = Non
 def _print(console: Console, timeline: Timeline, accounts: Sequence[dict[str, float]]) -> None:
     table = Table(
         title=f"step {timeline.step + 1}, {1e3 * timeline.step_s:.2f} ms: {timeline.schedule.name}, "
-        f"{timeline.schedule.num_microbatches} micro-batches; milliseconds and share of the step",
+        f"{timeline.schedule.num_microbatches} micro-batches"
+        + (f", {timeline.which_pipeline}" if timeline.which_pipeline else "")
+        + "; milliseconds and share of the step",
         title_justify="left",
     )
     table.add_column("")
-    for rank, global_rank in enumerate(timeline.global_ranks):
-        name = f"rank {rank}" if rank == global_rank else f"pipeline rank {rank} (rank {global_rank})"
-        table.add_column(name, justify="right")
+    for rank in range(len(timeline.traces)):
+        table.add_column(timeline.rank_name(rank), justify="right")
     for category in CATEGORIES:
         times = [account[category] for account in accounts]
         if any(times):

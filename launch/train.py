@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from framework.config import TrainConfig
 from framework.config_mapping import config_hash
 from framework.config_rules import check
+from framework.device_rules import device_problems
 from framework.errors import ConfigError, RunFailedError
 from framework.metrics.sinks import check_logger
 from framework.run import RunContext
@@ -121,6 +122,7 @@ def _check_environment(config: TrainConfig) -> None:
         check_logger(config.logger)
     except ValueError as error:
         problems.append(str(error))
+    problems += device_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -137,7 +139,7 @@ def _resume_problems(config: TrainConfig, source: str) -> list[str]:
     return resume_problems(config, folder, read_metadata(folder))
 
 
-def _prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
+def prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
     from framework.data.prepare import prepare
 
     progress = _PrepareProgress() if show else None
@@ -167,7 +169,7 @@ def prepare_run(
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
-    data = _prepare_data(config, show=True)
+    data = prepare_data(config, show=True)
     digest = config_hash(config)
     label = "-".join(filter(None, (kind, digest[:8])))
     run_dir = make_run_dir(Path(config.launcher.runs_dir).expanduser(), label, options.out)
@@ -217,7 +219,7 @@ def _join(config: TrainConfig, options: LaunchOptions, started_at: float) -> dic
             sys.exit(2)
         context = RunContext(
             run_dir=Path(told["run_dir"]),
-            data=_prepare_data(config, show=False),
+            data=prepare_data(config, show=False),
             config_hash=config_hash(config),
             started_at=started_at,
             show_progress=False,

@@ -435,9 +435,9 @@ def _mlp_activations(
         inner = config.intermediate_size * (4 if config.activation == "swiglu" else 2)
         return hidden + inner / tensor_size, 0.0
     # All tokens are cut over the tensor axis, with sequence parallelism or without. For each of a token's experts the
-    # row that goes in and the one that comes out, gate, up, and what the last matrix takes; then scores and indices.
+    # row that goes in, gate, up, and what the last matrix takes; then scores and indices.
     k = moe.num_experts_per_token
-    routed, numbers = k * (2 * hidden + 3 * config.expert_intermediate_size), moe.num_experts + 8.0 * k
+    routed, numbers = k * (hidden + 3 * config.expert_intermediate_size), moe.num_experts + 8.0 * k
     if "experts" in recomputed:
         routed, numbers = hidden * _num_ranks_of_token(config, expert_size), moe.num_experts + 6.0 * k
     is_shared_kept = "shared_experts" not in recomputed

@@ -55,6 +55,7 @@ class GroupedLinear(nn.Module):
             ParameterPlacement(
                 global_shape=(experts.num_experts, out_features, in_features),
                 experts=local,
+                copies=experts.copies,
                 init_std=init_std,
             ),
         )
@@ -103,8 +104,8 @@ class Experts(nn.Module):
         inner = apply(
             self.gate_proj(x, ends), self.up_proj(x, ends), weights.flatten().index_select(0, order)
         )
-        terms = self.down_proj(inner, ends)
-        return terms.new_zeros(rows.shape).index_add(0, row, terms)
+        apply = _SumByRow.apply
+        return apply(self.down_proj(inner, ends), row, len(rows))
 
 
 class MoE(nn.Module):
@@ -169,6 +170,7 @@ class MoE(nn.Module):
             routing.choice,
             routing.kept,
             self.router.state.link_bytes,
+            self.router.state.rank_pairs,
         )
         # A view: the gradients of `x` are added up in one order, whether the shared experts are recomputed or not.
         shared = None if self.shared is None else self.shared(x.view_as(x))
@@ -186,8 +188,9 @@ class MoE(nn.Module):
         """Send tokens to experts that are held elsewhere now; the weights here are to be those of the new ones."""
         self.expert_parallel = replace(self.expert_parallel, experts_by_rank=experts_by_rank)
         self._table = None
+        local, copies = self.expert_parallel.local_experts, self.expert_parallel.copies
         for parameter in self.experts.parameters():
-            place(parameter, replace(placement_of(parameter), experts=self.expert_parallel.local_experts))
+            place(parameter, replace(placement_of(parameter), experts=local, copies=copies))
 
     def _locate(self, device: torch.device) -> ExpertTable:
         if self._table is None or self._table.rank.device != device:
@@ -217,6 +220,21 @@ class SharedGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight).sigmoid()
+
+
+class _SumByRow(torch.autograd.Function):
+    """terms [P, H], row int64 [P], R -> [R, H], the sum of each row's terms. torch's index_add would keep the terms."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, row: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(row)
+        return terms.new_zeros(num_rows, terms.shape[1]).index_add_(0, row, terms)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (row,) = ctx.saved_tensors
+        return grads[0].index_select(0, row), None, None
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

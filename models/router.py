@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig, MoEConfig
 from parallel.collectives import Axis, all_gather_into, all_reduce
+from parallel.expert import positions_within
 from parallel.parameters import ParameterPlacement, place
 from parallel.pipeline.weight_grad import WeightGradSink
 
@@ -61,7 +62,7 @@ class RouterState:
     bias: fp32 [E], added to the scores for the choice. fractions: fp32 [E], shares of the experts in the choices of
     the global batch before. The rest is of the present step and this rank's tokens: load int64 [E], choices of each
     expert, those that were dropped included; num_dropped int64; sums fp64, see SUMS; num_tokens;
-    link_bytes, sent to each rank of the expert axis.
+    link_bytes, sent to each rank of the expert axis; rank_pairs int64, choices that went to each.
     loss_weight: what the sum of an auxiliary loss over tokens is multiplied with, loss scale over valid tokens; None
     (outside of a training loop): each micro-batch's mean is taken.
     """
@@ -74,6 +75,7 @@ class RouterState:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.num_tokens = 0
         self.link_bytes = [0] * ep_size
+        self.rank_pairs = torch.zeros(ep_size, dtype=torch.int64, device=device)
         self.loss_weight: float | None = None
 
     def begin_step(self, loss_weight: float | None) -> None:
@@ -84,6 +86,7 @@ class RouterState:
         self.num_tokens = 0
         # In place: exchanges under way hold the list.
         self.link_bytes[:] = [0] * len(self.link_bytes)
+        self.rank_pairs.zero_()
         self.loss_weight = loss_weight
 
 
@@ -237,10 +240,7 @@ def within_capacity(choice: Tensor, batch: int, config: MoEConfig, tensor: Axis)
     # Position of each choice among those of its sequence here for the same expert.
     sequence = torch.arange(batch, device=choice.device).repeat_interleave(choice.numel() // batch)
     key = choice.flatten() + sequence * num_experts
-    order = key.argsort(stable=True)
-    starts = counts.flatten().cumsum(0) - counts.flatten()
-    position = torch.empty_like(key)
-    position[order] = torch.arange(len(key), device=key.device) - starts[key[order]]
+    position = positions_within(key, batch * num_experts)
     return (position + before.flatten()[key] < capacity).view(choice.shape)
 
 

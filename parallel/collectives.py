@@ -274,33 +274,6 @@ class _GatherFromTensorParallel(torch.autograd.Function):
         return _own_slice(grads[0], ctx.axis, ctx.dim), None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        axis: Axis,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-    ) -> Tensor:
-        ctx.axis, ctx.output_splits, ctx.input_splits = axis, output_splits, input_splits
-        return _all_to_all(tensor, axis, output_splits, input_splits)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = _all_to_all(grads[0], ctx.axis, ctx.input_splits, ctx.output_splits)
-        return grad, None, None, None
-
-
-def _all_to_all(
-    tensor: Tensor, axis: Axis, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
-) -> Tensor:
-    rows = tensor.shape[0] if output_splits is None else sum(output_splits)
-    out = tensor.new_empty(rows, *tensor.shape[1:])
-    all_to_all_into(out, tensor.contiguous(), axis, output_splits=output_splits, input_splits=input_splits)
-    return out
-
-
 def copy_to_tensor_parallel(tensor: Tensor, axis: Axis) -> Tensor:
     """Enter a tensor-parallel region with an input that every rank holds whole.
 
@@ -351,21 +324,6 @@ def gather_from_tensor_parallel(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     gradient is already the whole one. Group: `axis`.
     """
     return tensor if axis.size == 1 else _apply(_GatherFromTensorParallel, tensor, axis, dim)
-
-
-def all_to_all(
-    tensor: Tensor,
-    axis: Axis,
-    *,
-    output_splits: Sequence[int] | None = None,
-    input_splits: Sequence[int] | None = None,
-) -> Tensor:
-    """Exchange rows (dim 0): slice j goes to rank j, and the slices sent here come back in rank order.
-
-    Forward: all-to-all, [sum(input_splits), ..] -> [sum(output_splits), ..]; without splits, even slices.
-    Backward: the all-to-all back. Group: `axis`.
-    """
-    return tensor if axis.size == 1 else _apply(_AllToAll, tensor, axis, output_splits, input_splits)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

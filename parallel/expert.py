@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.collectives import Axis, all_to_all_into
+from parallel.expert_copies import ExpertCopies, copies_on, has_copies, places_of, turns
 from parallel.packing import PAYLOAD_DTYPES, RowPacking
 
 
@@ -48,7 +49,9 @@ class ExpertParallel:
     """Who holds which experts, and how tokens get there.
 
     axis: the ranks that exchange tokens.
-    experts_by_rank: global indices of the experts on each of them, in slot order; every expert once.
+    experts_by_rank: global indices of the experts on each of them, in slot order; every expert at least once. Where one
+        has copies, its tokens are shared out to them (Note [Which copy] of parallel/expert_copies.py).
+    num_nodes: neighbours on the axis, equally many each, are a node; tokens go to copies on their own first.
     point: None: a transfer is waited for on the spot.
     payload_dtype: in which hidden states are dispatched; None: in their own. Those that stay are rounded alike, so
         that results do not depend on the placement. Sums and gradients travel in their own precision.
@@ -56,15 +59,16 @@ class ExpertParallel:
 
     axis: Axis
     experts_by_rank: tuple[tuple[int, ...], ...]
+    num_nodes: int = 1
     point: CommunicationPoint | None = None
     payload_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        held = sorted(expert for experts in self.experts_by_rank for expert in experts)
-        if len(self.experts_by_rank) != self.axis.size or held != list(range(len(held))):
+        held = {expert for experts in self.experts_by_rank for expert in experts}
+        if len(self.experts_by_rank) != self.axis.size or held != set(range(len(held))):
             raise ValueError(
                 f"experts_by_rank={self.experts_by_rank}: one entry for each of the {self.axis.size} ranks of the "
-                f"{self.axis.name} axis, and every expert 0..n-1 in one of them; see even_placement"
+                f"{self.axis.name} axis, and every expert 0..n-1 in one of them or more; see even_placement"
             )
         if self.payload_dtype is not None and self.payload_dtype not in PAYLOAD_DTYPES:
             raise ValueError(
@@ -73,7 +77,7 @@ class ExpertParallel:
 
     @property
     def num_experts(self) -> int:
-        return sum(map(len, self.experts_by_rank))
+        return len({expert for experts in self.experts_by_rank for expert in experts})
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -92,36 +96,95 @@ class ExpertParallel:
         elif work is not None:
             work.wait()
 
+    @property
+    def copies(self) -> ExpertCopies | None:
+        """Which slots hold the same experts; None where no expert has copies."""
+        if not has_copies(self.experts_by_rank):
+            return None
+        return copies_on(self.experts_by_rank, self.axis.rank)
+
     def locate(self, device: torch.device) -> ExpertTable:
-        """The placement as tensors on `device`."""
-        places = {
-            expert: (rank, slot)
-            for rank, experts in enumerate(self.experts_by_rank)
-            for slot, expert in enumerate(experts)
-        }
-        table = torch.tensor([places[expert] for expert in range(len(places))], device=device)
-        return ExpertTable(rank=table[:, 0].contiguous(), slot=table[:, 1].contiguous())
+        """The placement as tensors on `device`: where tokens of this rank go."""
+        places = places_of(self.experts_by_rank)
+        in_turn = [
+            turns(places[expert], num_ranks=self.axis.size, num_nodes=self.num_nodes, start=expert)[
+                self.axis.rank
+            ]
+            for expert in range(len(places))
+        ]
+        width = max(map(len, in_turn))
+        table = torch.tensor(
+            [[*each, *each[:1] * (width - len(each))] for each in in_turn], device=device
+        ).flatten(0, 1)
+        return ExpertTable(
+            rank=table[:, 0].contiguous(),
+            slot=table[:, 1].contiguous(),
+            num_turns=torch.tensor([len(each) for each in in_turn], device=device) if width > 1 else None,
+        )
 
 
 class ExpertTable(NamedTuple):
-    """rank, slot: int64 [E]: on which rank of the expert axis, and where there, each expert is."""
+    """rank, slot: int64 [E * n]: on which rank of the expert axis, and where there, the tokens of this rank find
+    each expert, in turn. num_turns: int64 [E], how many of the n turns of an expert count; None: there is one.
+    """
 
     rank: Tensor
     slot: Tensor
+    num_turns: Tensor | None = None
+
+    def find(self, choice: Tensor, kept: Tensor | None) -> Tensor:
+        """The index in `rank` and `slot` of each choice [T, k]; those that are not kept take no turn."""
+        if self.num_turns is None:
+            return choice
+        num_experts = len(self.num_turns)
+        key = choice if kept is None else choice.masked_fill(~kept, num_experts)
+        turn = positions_within(key.flatten(), num_experts + 1).view(choice.shape) % self.num_turns[choice]
+        return choice * (len(self.rank) // num_experts) + turn
 
 
-def even_placement(num_experts: int, ep_size: int) -> tuple[tuple[int, ...], ...]:
-    """Equal blocks of experts in order.
+def positions_within(key: Tensor, num_keys: int) -> Tensor:
+    """For each element of `key` int64 [N], below num_keys, how many equal ones are before it."""
+    order = key.argsort(stable=True)
+    counts = torch.zeros(num_keys, dtype=torch.int64, device=key.device)
+    counts.scatter_add_(0, key, torch.ones_like(key))
+    starts = counts.cumsum(0) - counts
+    position = torch.empty_like(key)
+    position[order] = torch.arange(len(key), device=key.device) - starts[key[order]]
+    return position
 
-    Raises ValueError: where `ep_size` does not divide `num_experts`.
+
+def even_placement(
+    num_experts: int, ep_size: int, spare_slots: int = 0, num_nodes: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """Equal blocks of experts in order; then, in `spare_slots` on each rank, those of the ranks that follow it.
+
+    They follow it in a ring through its node, and then through the others, so that every rank shares as many experts
+    as any other.
+
+    Raises ValueError: where `ep_size` does not divide `num_experts`, or a rank has more slots than there are experts.
     """
     if num_experts % ep_size:
         raise ValueError(
             f"parallel.expert_parallel_size={ep_size}: must divide model.moe.num_experts={num_experts}, for every "
             "rank to hold equally many experts; change one of them"
         )
-    each = num_experts // ep_size
-    return tuple(tuple(range(rank * each, (rank + 1) * each)) for rank in range(ep_size))
+    each, per_node = num_experts // ep_size, ep_size // num_nodes
+    if each + spare_slots > num_experts:
+        raise ValueError(
+            f"balance.spare_slots={spare_slots}: each of {ep_size} ranks holds {each} of {num_experts} experts as it "
+            f"is; set it to {num_experts - each} or less"
+        )
+    placed: list[tuple[int, ...]] = []
+    for rank in range(ep_size):
+        node, index = divmod(rank, per_node)
+        ring = [
+            (node + hop) % num_nodes * per_node + (index + step) % per_node
+            for hop in range(num_nodes)
+            for step in range(per_node)
+        ]
+        experts = [expert for held in ring for expert in range(held * each, (held + 1) * each)]
+        placed.append(tuple(experts[: each + spare_slots]))
+    return tuple(placed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,14 +269,17 @@ def begin_exchange(
     choice: Tensor,
     kept: Tensor | None = None,
     link_bytes: list[int] | None = None,
+    rank_pairs: Tensor | None = None,
 ) -> PendingExchange:
     """Plan the way of each token and start telling the other ranks how many rows will come.
 
     choice: int64 [T, k], the experts of each token, all different. kept: bool [T, k], False where an expert has no
-    room for the token; None: all have. link_bytes: bytes sent to each rank are added there.
+    room for the token; None: all have. link_bytes: bytes sent to each rank are added there. rank_pairs: int64 [ranks],
+    as are the choices that go to each there.
     """
     axis = experts.axis
-    rank_of_choice = table.rank[choice]
+    place = table.find(choice, kept)
+    rank_of_choice = table.rank[place]
     if kept is not None:
         rank_of_choice = rank_of_choice.masked_fill(~kept, axis.size)
     num_tokens, device = len(choice), choice.device
@@ -224,6 +290,8 @@ def begin_exchange(
     sent_counts = torch.stack((goes.sum(0), pairs[: axis.size]), dim=1)
     received_counts = torch.empty_like(sent_counts)
     work = all_to_all_into(received_counts, sent_counts, axis, async_op=True)
+    if rank_pairs is not None:
+        rank_pairs += pairs[: axis.size]
 
     # This rank's own rows come last: what is received is then one contiguous range before them.
     order = torch.tensor(
@@ -231,7 +299,7 @@ def begin_exchange(
     )
     position, tokens = goes.t()[order].nonzero(as_tuple=True)
     here = rank_of_choice[tokens] == order[position, None]
-    slots = table.slot[choice[tokens]].masked_fill(~here, -1).to(torch.int32)
+    slots = table.slot[place[tokens]].masked_fill(~here, -1).to(torch.int32)
     return PendingExchange(
         experts=experts,
         tokens=tokens,

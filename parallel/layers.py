@@ -84,6 +84,7 @@ class ColumnParallelLinear(nn.Module):
         local = padded_size(out_features, axis) // axis.size
         start = axis.rank * local
         self.weight_grad_sink: WeightGradSink | None = None
+        self.fp8 = False
         self.weight = place(
             nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype)),
             ParameterPlacement(
@@ -112,7 +113,7 @@ class ColumnParallelLinear(nn.Module):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return split_linear(tensor, self.weight, self.bias, self.weight_grad_sink)
+        return split_linear(tensor, self.weight, self.bias, self.weight_grad_sink, fp8=self.fp8)
 
 
 class RowParallelLinear(nn.Module):
@@ -143,6 +144,7 @@ class RowParallelLinear(nn.Module):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self.weight_grad_sink: WeightGradSink | None = None
+        self.fp8 = False
         self.weight = place(
             nn.Parameter(torch.empty(out_features, local, device=device, dtype=dtype)),
             ParameterPlacement(
@@ -161,7 +163,7 @@ class RowParallelLinear(nn.Module):
         return (self.weight,)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        term = split_linear(tensor, self.weight, None, self.weight_grad_sink)
+        term = split_linear(tensor, self.weight, None, self.weight_grad_sink, fp8=self.fp8)
         out = leave_tensor_parallel(term, self.axis, sequence_parallel=self.sequence_parallel)
         return out if self.bias is None else out + self.bias
 
@@ -186,6 +188,7 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight_grad_sink: WeightGradSink | None = None
+        self.fp8 = False
         self.weight = place(
             nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype)),
             ParameterPlacement(
@@ -203,7 +206,7 @@ class ReplicatedLinear(nn.Module):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return split_linear(tensor, self.weight, self.bias, self.weight_grad_sink)
+        return split_linear(tensor, self.weight, self.bias, self.weight_grad_sink, fp8=self.fp8)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from parallel.expert_copies import ExpertCopies
+
 _ATTRIBUTE = "counterflow_placement"
 # Rows are drawn in blocks of about this many elements, each from its own seed, so that any slice of any
 # parameter can be drawn without drawing the rest.
@@ -34,6 +36,8 @@ class ParameterPlacement:
         that lives on another stage).
     experts: global indices of the experts that are held here along dim 0, in order, of a stack of one slice an
         expert; None: not a parameter of experts. Such a parameter is not cut over the tensor axis.
+    copies: where experts are in several slots; None: each is in one. Sums over all parameters count the first of them,
+        and checkpoints hold it alone.
     """
 
     global_shape: tuple[int, ...]
@@ -45,9 +49,16 @@ class ParameterPlacement:
     init_std: float = 0.02
     tied_to: str | None = None
     experts: tuple[int, ...] | None = None
+    copies: ExpertCopies | None = None
 
     def __post_init__(self) -> None:
         assert self.experts is None or self.tensor_dim is None, "experts are not cut over the tensor axis"
+
+    @property
+    def counted_experts(self) -> tuple[bool, ...]:
+        """For each of `experts` whether this copy of it is the one that counts."""
+        assert self.experts is not None
+        return (True,) * len(self.experts) if self.copies is None else self.copies.is_first
 
 
 def place(parameter: nn.Parameter, placement: ParameterPlacement) -> nn.Parameter:
@@ -64,10 +75,20 @@ def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
     return ParameterPlacement(global_shape=tuple(parameter.shape), weight_decay=parameter.dim() > 1)
 
 
-def expert_runs(experts: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges [begin, end) of slots, in order and as long as can be, whose experts' indices go up one by one."""
-    breaks = [slot for slot in range(1, len(experts)) if experts[slot] != experts[slot - 1] + 1]
-    return list(pairwise([0, *breaks, len(experts)])) if experts else []
+def expert_runs(experts: Sequence[int], counted: Sequence[bool] | None = None) -> list[tuple[int, int]]:
+    """The ranges [begin, end) of slots, in order and as long as can be, whose experts' indices go up one by one.
+
+    counted: for each slot whether it is to be in one of them; None: all are.
+    """
+    if not experts:
+        return []
+    counted = (True,) * len(experts) if counted is None else counted
+    breaks = [
+        slot
+        for slot in range(1, len(experts))
+        if experts[slot] != experts[slot - 1] + 1 or counted[slot] != counted[slot - 1]
+    ]
+    return [run for run in pairwise([0, *breaks, len(experts)]) if counted[run[0]]]
 
 
 def initialize(out: Tensor, name: str, placement: ParameterPlacement, seed: int) -> None:

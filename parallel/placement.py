@@ -8,6 +8,11 @@ be; and the copies are packed to ranks, the largest first, each to the least loa
 is then improved by exchanges between the most loaded bin and another. Where an expert has copies, its tokens are
 taken to be shared evenly among them.
 
+Nodes have equally many groups there. A node with a very hot group is then overloaded by the others that come with it,
+so where spare slots allow it nodes may hold unequal numbers: those with less to do take more groups and have the fewer
+copies. What no placement can help is a group with more load than the mean of a node: as long as groups stay on one
+node, the imbalance is at least that load over the mean.
+
 Loads are per layer and expert, in any unit; a slot holds one expert of a layer. Every layer is placed by itself.
 """
 
@@ -75,11 +80,26 @@ def place_experts(loads: Sequence[Sequence[float]], layout: ExpertLayout) -> tup
 def _place_layer(loads: Sequence[float], layout: ExpertLayout) -> ExpertsByRank:
     _check_loads(loads, layout.num_experts)
     nodes = layout.bound_nodes
+    equal = layout.num_groups // nodes
+    slots_per_node = layout.num_ranks // nodes * layout.num_slots
+    room = min(slots_per_node * layout.num_groups // layout.num_experts, layout.num_groups - nodes + 1)
+    candidates = (_place_groups(loads, layout, most) for most in range(equal, max(equal, room) + 1))
+    placed = [candidate for candidate in candidates if candidate is not None]
+    return min(placed, key=lambda candidate: imbalance(loads, candidate))
+
+
+def _place_groups(loads: Sequence[float], layout: ExpertLayout, most: int) -> ExpertsByRank | None:
+    """The placement with at most so many groups on a node; None where a node then has none."""
+    nodes = layout.bound_nodes
     ranks_per_node = layout.num_ranks // nodes
     group_size = layout.num_experts // layout.num_groups
     groups = [range(first, first + group_size) for first in range(0, layout.num_experts, group_size)]
+    # Groups without experts take the places that are left.
+    groups += [range(0)] * (most * nodes - layout.num_groups)
     placed: list[tuple[int, ...]] = []
     for members in pack([sum(loads[expert] for expert in group) for group in groups], nodes):
+        if not any(groups[member] for member in members):
+            return None
         experts = sorted(expert for member in members for expert in groups[member])
         counts = replicate(
             [loads[expert] for expert in experts],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from parallel.expert_copies import places_of
 from parallel.placement import ExpertsByRank
 
 
@@ -44,20 +45,17 @@ def plan_moves(
 
     holdings: by global rank, of every rank of the stage. expert_numel: elements of one expert.
     """
-    places = {
-        expert: (ep_rank, slot)
-        for ep_rank, experts in enumerate(before)
-        for slot, expert in enumerate(experts)
-    }
+    places = places_of(before)
     ranks_of: dict[int, list[int]] = {}
     for rank in sorted(holdings):
         ranks_of.setdefault(holdings[rank].ep_rank, []).append(rank)
     moves: list[Move] = []
     for ep_rank, experts in enumerate(after):
         for slot, expert in enumerate(experts):
-            if places[expert] == (ep_rank, slot):
+            if before[ep_rank][slot] == expert:
                 continue
-            source_ep_rank, source_slot = places[expert]
+            # The nearest copy, which is likely on the same node.
+            source_ep_rank, source_slot = min(places[expert], key=lambda place: abs(place[0] - ep_rank))
             for target in ranks_of[ep_rank]:
                 near = sorted(
                     ranks_of[source_ep_rank],

@@ -30,15 +30,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import Axis, all_gather_into, all_reduce
+from parallel.collectives import Axis, all_reduce
+from parallel.compress.codec import Codec
 from parallel.compress.gradients import GradientReduction
 from parallel.compress.reduction import PendingReduction, ReductionReport
+from parallel.compress.weights import PendingGather, WeightGather, is_quantised, weight_codec_of
 from parallel.compress_config import CompressionConfig
-from parallel.parameters import ParameterPlacement, initialize, place, placement_of
+from parallel.copy_reduction import CopiesReduction, Stack
+from parallel.parameters import ParameterPlacement, expert_runs, initialize, place, placement_of
 from parallel.zero_config import ZeroConfig
+
+# A multiple of what any CPU kernel of AdamW computes at once.
+_VECTOR_ELEMENTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +61,8 @@ class Slot:
 class Fragment:
     """The part of a parameter that this rank's optimizer updates.
 
-    start, stop: its range within the flattened local parameter. master, grad: fp32 [stop - start], views of
-    the unit's buffers.
+    start, stop: its range within the flattened local parameter, of copies of experts with the padding behind. master,
+    grad: fp32 [stop - start], views of the unit's buffers.
     """
 
     slot: Slot
@@ -69,14 +74,20 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistentBytes:
-    """Memory that stays between steps on this rank."""
+    """Memory that stays between steps on this rank.
+
+    host, disk: what of it is in memory of the host, beside a GPU, and in a file: bytes that the others do not count.
+    """
 
     parameters: int
     gradients: int
     optimizer: int = 0
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
+        """On the rank's own device."""
         return self.parameters + self.gradients + self.optimizer
 
     def __add__(self, other: PersistentBytes) -> PersistentBytes:
@@ -84,6 +95,8 @@ class PersistentBytes:
             parameters=self.parameters + other.parameters,
             gradients=self.gradients + other.gradients,
             optimizer=self.optimizer + other.optimizer,
+            host=self.host + other.host,
+            disk=self.disk + other.disk,
         )
 
 
@@ -91,6 +104,12 @@ class FlatUnit:
     """Some parameters of a stage, flat, sharded over `replica` as ZeRO `stage` says.
 
     reduction: how its gradients are summed, and what that keeps between steps. report: of the last one.
+    loss_scale: of the present step; gradients are divided by it before they are reduced.
+    weight_codec: how its parameters travel when they are gathered; None: as they are.
+    expert: the axis over which copies of its experts are spread; None: it has no copies.
+    reduce_dtype: in which gradients are summed over replicas, unless they are compressed.
+    host_masters: masters are in memory of the host, to be updated there. host_shards: so are, at stage 3, the shards
+    that gathers start from, which are the masters then; else the device has them in the dtype of the computation.
     """
 
     def __init__(
@@ -103,8 +122,17 @@ class FlatUnit:
         dtype: torch.dtype,
         device: torch.device,
         compression: CompressionConfig | None = None,
+        weight_codec: Codec | None = None,
+        expert: Axis | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        host_masters: bool = False,
+        host_shards: bool = False,
     ) -> None:
-        self._zero_stage, self._replica, self._tensor = zero_stage, replica, tensor
+        self._zero_stage, self._tensor = zero_stage, tensor
+        self._gather = WeightGather(weight_codec, replica)
+        # Kernels compute whole vectors otherwise than the elements behind the last of them. Copies of an expert are in
+        # other places, so nothing of theirs may be behind: what is updated together ends with padding.
+        self._granule = 1 if expert is None else _VECTOR_ELEMENTS
         # Gradients that are partial over the tensor axis come first: one contiguous range to reduce there.
         ordered = sorted(named_parameters, key=lambda item: not placement_of(item[1]).partial_over_tensor)
         slots: list[Slot] = []
@@ -115,11 +143,11 @@ class FlatUnit:
             slots.append(
                 Slot(name=name, shape=tuple(parameter.shape), placement=placement, start=position, stop=stop)
             )
-            position = stop
+            position = _rounded_up(stop, self._granule)
             if placement.partial_over_tensor:
                 self._num_partial = stop
         self.slots = tuple(slots)
-        self._shard_size = -(-position // replica.size)
+        self._shard_size = _rounded_up(-(-position // replica.size), self._granule)
         self._padded_size = self._shard_size * replica.size
         self._shard_start = self._shard_size * replica.rank
         self._shards_parameters, self._shards_gradients = zero_stage == 3, zero_stage >= 2
@@ -129,7 +157,15 @@ class FlatUnit:
 
         whole = torch.zeros(self._padded_size, dtype=dtype, device=device)
         self._whole = whole
-        if dtype == torch.float32 and not self._shards_parameters:
+        self._shard: Tensor | None = None
+        if host_masters:
+            self.master = torch.zeros(self._owned_size, pin_memory=device.type == "cuda")
+            if self._shards_parameters and not host_shards:
+                # Rounding once more would change what is quantised.
+                self._shard = whole.new_zeros(
+                    self._owned_size, dtype=dtype if self._gather.is_exact else torch.float32
+                )
+        elif dtype == torch.float32 and not self._shards_parameters and self._gather.is_exact:
             self.master = whole.narrow(0, self._owned_start, self._owned_size)
         else:
             self.master = torch.zeros(self._owned_size, device=device)
@@ -148,7 +184,9 @@ class FlatUnit:
         }
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
-        self._gather: tuple[dist.Work | None, Tensor] | None = None
+        self._pending_gather: PendingGather | None = None
+        self._copies = None if expert is None else CopiesReduction(replica, expert)
+        self._place_copies()
         self.reduction = GradientReduction(
             compression or CompressionConfig(),
             replica,
@@ -156,8 +194,11 @@ class FlatUnit:
             num_elements=self._padded_size,
             is_everywhere=zero_stage == 0,
             device=device,
+            plain=self._copies,
+            dtype=reduce_dtype,
         )
         self.report: ReductionReport | None = None
+        self.loss_scale = 1.0
         self._pending: PendingReduction | None = None
         self._is_whole = True
         self.reshard()
@@ -187,9 +228,24 @@ class FlatUnit:
         if self.slots != before:
             # What compression left out was of the experts that were here.
             self.reduction.reset()
+            self._place_copies()
         self._slot_of = {
             id(parameter): slot for slot, parameter in zip(self.slots, self.parameters.values(), strict=True)
         }
+
+    def _place_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.place(
+                [
+                    Stack(
+                        start=slot.start,
+                        expert_numel=(slot.stop - slot.start) // slot.shape[0],
+                        copies=slot.placement.copies,
+                    )
+                    for slot in self.slots
+                    if slot.placement.copies is not None
+                ]
+            )
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._slot_of
@@ -212,7 +268,7 @@ class FlatUnit:
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
         """fp32, in the shape of `parameter`."""
         if self._grad_whole is None:
-            self._grad_whole = torch.zeros(self._padded_size, device=self.master.device)
+            self._grad_whole = torch.zeros(self._padded_size, device=self._whole.device)
         return self._view(self._grad_whole, self._slot_of[id(parameter)])
 
     @torch.no_grad()
@@ -228,22 +284,24 @@ class FlatUnit:
             self._grad_whole.zero_()
 
     def unshard(self) -> None:
-        if self._is_whole or self._gather is not None:
+        if self._is_whole or self._pending_gather is not None:
             return
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
-        source = self.master.to(self._whole.dtype)
-        work = all_gather_into(self._whole.data, source, self._replica, async_op=True)
-        self._gather = (work, source)
+        self._pending_gather = self._gather.start(self._whole.data, self._source())
+
+    def _source(self) -> Tensor:
+        """What a gather starts from, on the device: this rank's shard."""
+        if self._shard is not None:
+            return self._shard
+        return self.master.to(self._whole.device, non_blocking=True)
 
     def wait_unshard(self) -> bool:
         """Return once the parameters are whole; whether there was a gather to wait for."""
-        assert self._is_whole or self._gather is not None, "parameters are used before UNSHARD"
-        if self._gather is None:
+        assert self._is_whole or self._pending_gather is not None, "parameters are used before UNSHARD"
+        if self._pending_gather is None:
             return False
-        work, _ = self._gather
-        if work is not None:
-            work.wait()
-        self._gather, self._is_whole = None, True
+        self._pending_gather.wait()
+        self._pending_gather, self._is_whole = None, True
         return True
 
     def reshard(self) -> None:
@@ -255,7 +313,9 @@ class FlatUnit:
     def reduce_grad(self) -> None:
         assert self._pending is None, "gradients are reduced once in a step"
         if self._grad_whole is None:
-            self._grad_whole = torch.zeros(self._padded_size, device=self.master.device)
+            self._grad_whole = torch.zeros(self._padded_size, device=self._whole.device)
+        if self.loss_scale != 1.0:
+            self._grad_whole.mul_(1 / self.loss_scale)
         # The own range of the whole buffer is input and output at stage 1: keep them apart.
         self._reduced = torch.empty_like(self._grad) if self._zero_stage == 1 else self._grad
         self._pending = self.reduction.start(
@@ -284,12 +344,15 @@ class FlatUnit:
     def publish(self) -> None:
         """Bring the masters, after an optimizer step, to the parameters the module sees."""
         if self._shards_parameters:
+            if self._shard is not None:
+                self._shard.copy_(self.master, non_blocking=True)
             return
         owned = self._whole.data.narrow(0, self._owned_start, self._owned_size)
-        if owned.data_ptr() != self.master.data_ptr():
-            owned.copy_(self.master)
+        is_alias = owned.data_ptr() == self.master.data_ptr()
         if self._zero_stage >= 1:
-            all_gather_into(self._whole.data, owned.clone(), self._replica)
+            self._gather.start(self._whole.data, self.master.clone() if is_alias else self._source()).wait()
+        elif not is_alias:
+            owned.copy_(self.master)
 
     def fragments(self) -> list[Fragment]:
         """The parts of parameters that this rank updates, in buffer order."""
@@ -297,7 +360,7 @@ class FlatUnit:
         for slot in self.slots:
             start, stop = (
                 max(slot.start, self._owned_start),
-                min(slot.stop, self._owned_start + self._owned_size),
+                min(_rounded_up(slot.stop, self._granule), self._owned_start + self._owned_size),
             )
             if start < stop:
                 here = slice(start - self._owned_start, stop - self._owned_start)
@@ -312,12 +375,20 @@ class FlatUnit:
                 )
         return found
 
-    def counted_range(self, fragment: Fragment) -> slice:
-        """The elements of `fragment` that this rank counts in a sum over all replicas: each element once."""
-        offset = fragment.slot.start
-        first = max(fragment.start, self._shard_start - offset)
-        last = min(fragment.stop, self._shard_start + self._shard_size - offset)
-        return slice(first - fragment.start, max(first, last) - fragment.start)
+    def counted_ranges(self, fragment: Fragment) -> list[slice]:
+        """The elements of `fragment` that this rank counts in a sum over all replicas: each element once.
+
+        Of an expert with copies, those of its first.
+        """
+        slot = fragment.slot
+        first = max(fragment.start, self._shard_start - slot.start)
+        last = min(fragment.stop, self._shard_start + self._shard_size - slot.start)
+        ranges = [(first, last)]
+        if slot.placement.copies is not None:
+            numel = (slot.stop - slot.start) // slot.shape[0]
+            runs = expert_runs(range(slot.shape[0]), slot.placement.counted_experts)
+            ranges = [(max(first, begin * numel), min(last, end * numel)) for begin, end in runs]
+        return [slice(begin - fragment.start, max(begin, end) - fragment.start) for begin, end in ranges]
 
     @property
     def grad(self) -> Tensor:
@@ -329,17 +400,27 @@ class FlatUnit:
         whole = 0 if self._shards_parameters else self._whole.nbytes
         gradients = self._grad.nbytes if self._shards_gradients else self._padded_size * 4
         gradients += sum(tensor.nbytes for tensor in self.reduction.state().values())
+        whole += 0 if self._shard is None else self._shard.nbytes
+        master = 0 if is_alias else self.master.nbytes
+        is_here = self.master.device == self._whole.device
         return PersistentBytes(
-            parameters=whole + (0 if is_alias else self.master.nbytes), gradients=gradients
+            parameters=whole + (master if is_here else 0),
+            gradients=gradients,
+            host=0 if is_here else master,
         )
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 class ShardedStage:
     """The parameters of one stage (the runtime's `StageParameters`), replaced in `module` by views of units.
 
     module: its parameters may be on the meta device. replica: the ranks that hold a copy of this stage.
-    expert_replica: those that hold the same experts of it; needed where it has experts. compression: how gradients
-    travel; None: as they are.
+    expert_replica: those that hold the same experts of it; needed where it has experts. expert: the axis over which
+    copies of experts are spread; needed where there are some. compression: how gradients and
+    parameters travel; None: as they are. host_masters: see `FlatUnit`.
     """
 
     def __init__(
@@ -350,18 +431,27 @@ class ShardedStage:
         replica: Axis,
         tensor: Axis,
         expert_replica: Axis | None = None,
+        expert: Axis | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         seed: int = 0,
         is_tied: bool = False,
         compression: CompressionConfig | None = None,
+        reduce_dtype: torch.dtype = torch.float32,
+        host_masters: bool = False,
     ) -> None:
         named = list(module.named_parameters())
         tied = [item for item in named if is_tied and _is_end_of_tie(*item)]
         experts = [item for item in named if placement_of(item[1]).experts is not None]
         apart = {name for name, _ in (*tied, *experts)}
         rest = [item for item in named if item[0] not in apart]
+        codec = weight_codec_of(compression or CompressionConfig())
+        # Apart from what is gathered as it is (see Note [One set of values] of parallel/compress/weights.py).
+        exact = [item for item in rest if codec is not None and not is_quantised(item[1])]
+        rest = [item for item in rest if codec is None or is_quantised(item[1])]
         assert expert_replica is not None or not experts, "a stage with experts needs their replicas"
+        has_copies = any(placement_of(parameter).copies is not None for _, parameter in experts)
+        assert expert is not None or not has_copies, "copies need the axis that they are spread over"
         self.units = tuple(
             FlatUnit(
                 members,
@@ -371,8 +461,18 @@ class ShardedStage:
                 dtype=dtype,
                 device=device or torch.device("cpu"),
                 compression=compression,
+                weight_codec=weight_codec,
+                reduce_dtype=reduce_dtype,
+                expert=expert if members is experts and has_copies else None,
+                host_masters=host_masters,
+                host_shards=config.offload_parameters,
             )
-            for members, axis in ((tied, replica), (rest, replica), (experts, expert_replica or replica))
+            for members, axis, weight_codec in (
+                (tied, replica, codec),
+                (rest, replica, codec),
+                (experts, expert_replica or replica, codec),
+                (exact, replica, None),
+            )
             if members
         )
         self.tied_unit = self.units[0] if tied else None

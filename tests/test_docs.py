@@ -42,6 +42,8 @@ BENCH = {
         "action_ms=1",
     ],
     "compression": ["repeats=1", "methods=[onebit]", "mbit_per_s=null", "compute_ms=1"],
+    "memory": ["repeats=1", "budgets=[0.5]", "hidden_size=32", "tokens=128", "num_microbatches=6"],
+    "deepspeed": ["stages=[2]", "num_steps=2", "num_microbatches=1", "data_parallel_size=1"],
 }
 
 

@@ -88,14 +88,14 @@ def tiny_config(
     tp: int = 1,
     schedule: str = "1f1b",
     num_microbatches: int = 4,
-    zero: int = 0,
+    zero: int | Mapping[str, Any] = 0,
     **nodes: Any,
 ) -> TrainConfig:
     """A checked config of the tiny model; `nodes` are merged in (`model={"tie_embeddings": True}`)."""
     layout = {
         "parallel": {"pipeline_parallel_size": pp, "data_parallel_size": dp, "tensor_parallel_size": tp},
         "schedule": {"name": schedule, "num_microbatches": num_microbatches},
-        "zero": {"stage": zero},
+        "zero": {"stage": zero} if isinstance(zero, int) else zero,
     }
     config = from_mapping(TrainConfig, merged(merged(TINY, layout), nodes))
     check(config)

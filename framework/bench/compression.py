@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,13 @@ _VOCAB_SIZE = 4096
 class Row:
     """One method on one link.
 
-    link: `loopback`, or the rate. sent_bytes, fp32_bytes: of one reduction from one rank, counted on the wire, and
-    uncompressed. message_error: norm of what the messages leave out over theirs. sum_error: of the sum, over its norm;
-    both of a first reduction, before errors are fed back. step_s: of each counted step, over all ranks.
+    mbit_per_s: of the link; None: not limited. sent_bytes, fp32_bytes: of one reduction from one rank, counted on the
+    wire, and uncompressed. message_error: norm of what the messages leave out over theirs. sum_error: of the sum, over
+    its norm; both of a first reduction, before errors are fed back. step_s: of each counted step, over all ranks.
     """
 
     method: str
-    link: str
+    mbit_per_s: float | None
     num_elements: int
     sent_bytes: int
     fp32_bytes: int
@@ -52,16 +53,17 @@ class Row:
         return min(self.step_s)
 
 
-def predicted_s(loopback: Row, mbit_per_s: float) -> float:
-    """What a step of the method takes on a link of that rate: as over loopback, and its bytes at the rate."""
-    return loopback.best_s + 8 * loopback.sent_bytes / (mbit_per_s * 1e6)
+def predicted_s(unlimited: Row, mbit_per_s: float) -> float:
+    """What a step of the method takes on a link of that rate: as without a limit, and its bytes at the rate."""
+    return unlimited.best_s + 8 * unlimited.sent_bytes / (mbit_per_s * 1e6)
 
 
 def measure_compression(
-    link: str,
     model: ModelConfig,
     methods: Mapping[str, CompressionConfig],
     *,
+    rates: Sequence[float | None] = (None,),
+    set_rate: Callable[[float | None], None] = lambda rate: None,
     is_everywhere: bool,
     compute_s: float,
     repeats: int,
@@ -69,7 +71,8 @@ def measure_compression(
 ) -> list[Row]:
     """Measure on the ranks of the default process group; every rank calls this, all get the rows.
 
-    A step sleeps compute_s and sums the gradient; those of all methods come in turn, after a first, uncounted one.
+    A step sleeps compute_s and sums the gradient; those of all methods come in turn on every link, after a first,
+    uncounted one. rates: of the links, in Mbit/s, None without a limit; set_rate: makes this rank's link such a one.
     is_everywhere: every rank gets the whole sum (ZeRO 0), or its own range.
     """
     torch.set_num_threads(1)
@@ -103,23 +106,27 @@ def measure_compression(
 
         steps[name] = step
 
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    seconds: dict[tuple[float | None, str], list[float]] = {each: [] for each in product(rates, methods)}
     for repeat in range(repeats + 1):
-        for name in list(methods)[:: 1 if repeat % 2 else -1]:
-            step_s = timed(steps[name])
-            if repeat > 0:
-                seconds[name].append(step_s)
+        order = 1 if repeat % 2 else -1
+        for rate in list(rates)[::order]:
+            set_rate(rate)
+            for name in list(methods)[::order]:
+                step_s = timed(steps[name])
+                if repeat > 0:
+                    seconds[rate, name].append(step_s)
     rows: list[Row] = []
-    for name, (sent_bytes, fp32_bytes, message_error, sum_error) in found.items():
+    for rate, name in seconds:
+        sent_bytes, fp32_bytes, message_error, sum_error = found[name]
         row = Row(
             method=name,
-            link=link,
+            mbit_per_s=rate,
             num_elements=gradient.numel(),
             sent_bytes=sent_bytes,
             fp32_bytes=fp32_bytes,
             message_error=message_error,
             sum_error=sum_error,
-            step_s=tuple(seconds[name]),
+            step_s=tuple(seconds[rate, name]),
         )
         rows.append(row)
         if report is not None and axis.rank == 0:

@@ -138,6 +138,27 @@ class OverlapBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedBenchConfig:
+    """`counterflow bench deepspeed`.
+
+    stages: of ZeRO, one row for each. model: an option of `model`. num_steps: of both engines, by turns.
+    """
+
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    model: str = "tiny"
+    data_parallel_size: int = 2
+    tensor_parallel_size: int = 1
+    num_microbatches: int = 2
+    num_steps: int = 20
+
+    def __post_init__(self) -> None:
+        if not self.stages or not set(self.stages) <= {0, 1, 2, 3}:
+            raise ValueError(f"stages={list(self.stages)}: stages of ZeRO, as in stages=[0,3]")
+        if self.num_steps < 2:
+            raise ValueError(f"num_steps={self.num_steps}: at least 2, for the first is not timed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionBenchConfig:
     """`counterflow bench compression`.
 
@@ -164,3 +185,39 @@ class CompressionBenchConfig:
             raise ValueError(f"compute_ms={self.compute_ms}: a time in milliseconds, 0 or more")
         if self.mbit_per_s is not None and not self.mbit_per_s >= 1:
             raise ValueError(f"mbit_per_s={self.mbit_per_s}: at least 1, or null for loopback only")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBenchConfig:
+    """`counterflow bench memory`: a pipeline whose activations are kept, recomputed, or offloaded within budgets.
+
+    budgets: shares of what the rank that holds most would hold. tier: see `OffloadConfig`.
+    copy_share: copies are held to the rate at which moving out what a forward keeps takes this share of its time.
+    hidden_size, num_layers: of the model; tokens: of a micro-batch. repeats: counted steps of each case, in turn.
+    """
+
+    schedule: str = "gpipe"
+    num_ranks: int = 2
+    num_microbatches: int = 12
+    budgets: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
+    tier: Literal["host", "disk"] = "disk"
+    copy_share: float = 0.8
+    hidden_size: int = 256
+    num_layers: int = 4
+    tokens: int = 512
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("num_ranks", 1), ("num_microbatches", 1), ("num_layers", 1), ("repeats", 1)):
+            if getattr(self, name) < smallest:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {smallest}")
+        if any(not 0 < share < 1 for share in self.budgets):
+            raise ValueError(
+                f"budgets={list(self.budgets)}: shares between 0 and 1, as in budgets=[0.2,0.4,0.6,0.8]"
+            )
+        if not self.copy_share > 0:
+            raise ValueError(f"copy_share={self.copy_share}: a share of a forward's time, above 0")
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            raise ValueError(f"hidden_size={self.hidden_size}: a multiple of 32, for eight heads")
+        if self.tokens < 128 or self.tokens % 128:
+            raise ValueError(f"tokens={self.tokens}: a multiple of 128, the length of a sequence")

@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def rate_limited(num_ranks: int, mbit_per_s: float) -> Iterator[tuple[RankNetwork, ...]]:
-    """Namespaces for `num_ranks`, each of which sends at most `mbit_per_s`, beyond a burst of 64 kB.
+    """Namespaces for `num_ranks`, each of which sends at most `mbit_per_s`, beyond a burst of 0.8 ms or 16 kB.
 
     Raises OSError: where they cannot be made; `why_not` says why.
     """
@@ -75,8 +75,7 @@ def rate_limited(num_ranks: int, mbit_per_s: float) -> Iterator[tuple[RankNetwor
                 f"ip -n {hub} link set dev {port} master bridge up",
                 f"ip -n {name} address add 10.77.{rank // 250}.{rank % 250 + 1}/16 dev {_INTERFACE}",
                 f"ip -n {name} link set dev {_INTERFACE} up",
-                f"tc -n {name} qdisc add dev {_INTERFACE} root tbf "
-                f"rate {mbit_per_s:g}mbit burst 64kb latency 50ms",
+                f"tc -n {name} qdisc add dev {_INTERFACE} root {_limit(mbit_per_s)}",
             )
         yield tuple(RankNetwork(namespace=name) for name in names)
     except subprocess.CalledProcessError as error:
@@ -84,6 +83,25 @@ def rate_limited(num_ranks: int, mbit_per_s: float) -> Iterator[tuple[RankNetwor
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def set_rate(mbit_per_s: float | None) -> None:
+    """From now on a rank that has entered its namespace sends at most `mbit_per_s`; None: as fast as it can.
+
+    Raises OSError: where it is in none.
+    """
+    try:
+        if mbit_per_s is None:
+            _run(f"tc qdisc replace dev {_INTERFACE} root pfifo limit 1000")
+        else:
+            _run(f"tc qdisc replace dev {_INTERFACE} root {_limit(mbit_per_s)}")
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"{' '.join(_words(error.cmd))}: {(error.stderr or '').strip()}") from error
+
+
+def _limit(mbit_per_s: float) -> str:
+    # Nothing is dropped: TCP would send it again only after a pause that has nothing to do with the rate.
+    return f"tbf rate {mbit_per_s:g}mbit burst {max(16, round(mbit_per_s / 10))}kb limit 16mb"
 
 
 def _run(*commands: str) -> None:

@@ -133,19 +133,22 @@ def shard_boxes(
     start: int,
     local_shape: Sequence[int],
     placement: ParameterPlacement,
+    *,
+    every_copy: bool = True,
 ) -> tuple[TensorBox, ...]:
     """The boxes held by a flat shard of a (tensor-parallel) local parameter; their tensors are views of `flat`.
 
     flat: 1-d, elements [start, start + flat.numel()) of the local parameter in row-major order; elements
     behind its end are the shard's own padding. local_shape: shape of the unsharded local parameter.
     A whole parameter is `shard_boxes(name, parameter.view(-1), 0, parameter.shape, placement)`.
+    every_copy: of an expert, as all of them are to be filled; else the one that counts, which is what is saved.
     """
     assert flat.dim() == 1, flat.shape
     numel = math.prod(local_shape)
     boxes: list[TensorBox] = []
     for box in boxes_of_range(local_shape, min(start, numel), min(start + flat.numel(), numel)):
         local = flat[box.flat_start - start : box.flat_stop - start].view(box.sizes)
-        for found in _places(box, placement):
+        for found in _places(box, placement, every_copy=every_copy):
             boxes.append(
                 TensorBox(
                     name=name,
@@ -157,17 +160,18 @@ def shard_boxes(
     return tuple(boxes)
 
 
-def _places(box: Box, placement: ParameterPlacement) -> list[GlobalBox]:
+def _places(box: Box, placement: ParameterPlacement, *, every_copy: bool) -> list[GlobalBox]:
     """The parts of the whole tensor that a box of the local one is: none, one, or one for each run of experts."""
     if placement.experts is None:
         found = globalize(box, placement.tensor_dim, placement.tensor_start, placement.global_shape)
         return [] if found is None else [found]
-    held = placement.experts[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+    slots = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+    held, counted = placement.experts[slots], placement.counted_experts[slots]
     return [
         GlobalBox(
             offsets=(held[begin], *box.offsets[1:]),
             sizes=(end - begin, *box.sizes[1:]),
             kept=(slice(begin, end), *(slice(0, size) for size in box.sizes[1:])),
         )
-        for begin, end in expert_runs(held)
+        for begin, end in expert_runs(held, None if every_copy else counted)
     ]

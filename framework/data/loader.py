@@ -12,13 +12,14 @@ import bisect
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framework.data.batch_plan import BatchPlan
+from framework.data.batch_plan import BatchPlan, StepBatch
 from framework.data.shards import SplitIndex, read_index
 
 _ROUNDS = 6
@@ -55,10 +56,19 @@ class TokenDataset:
         """(tokens, targets) of sample `index`, int64 of shape [seq_length]."""
         if not 0 <= index < self.num_samples(seq_length):
             raise IndexError(f"sample {index} of {self.num_samples(seq_length)}")
-        window = torch.from_numpy(self._read(index * seq_length, seq_length + 1))
+        window = torch.from_numpy(self.read(index * seq_length, seq_length + 1))
         return window[:-1], window[1:]
 
-    def _read(self, start: int, count: int) -> NDArray[np.int64]:
+    def positions_of(self, token: int) -> NDArray[np.int64]:
+        """Where `token` stands, ascending. Reads the whole split."""
+        found = [
+            np.flatnonzero(shard == token) + end - len(shard)
+            for shard, end in zip(self._shards, self._ends, strict=True)
+        ]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+    def read(self, start: int, count: int) -> NDArray[np.int64]:
+        """Tokens [start, start + count), which the split must have."""
         out = np.empty(count, dtype=np.int64)
         filled = 0
         shard = bisect.bisect_right(self._ends, start)
@@ -136,8 +146,44 @@ class Batch:
         return len(self.tokens)
 
 
+class StepData(Protocol):
+    """What the training loop asks of its batches, however they are put together. Steps count from 0."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the whole split."""
+        ...
+
+    def at(self, step: int) -> StepBatch:
+        """What the whole of `step` reads."""
+        ...
+
+    def samples_before(self, step: int) -> int:
+        """Where `step` starts in the stream of samples."""
+        ...
+
+    def num_tokens(self, step: int) -> int:
+        """Tokens of the whole step, without padding."""
+        ...
+
+    def mean_context(self, step: int) -> float:
+        """The length of the sample that a token of the step is in, on average."""
+        ...
+
+    def padding_share(self, step: int) -> float:
+        """The share of the positions that are computed without being a token."""
+        ...
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of `step`.
+
+        Raises ValueError: where the data has too few samples.
+        """
+        ...
+
+
 class BatchLoader:
-    """Reads this rank's part of any step. Its only state is the step it is asked for.
+    """Windows of one length. Its only state is the step it is asked for.
 
     plan: which samples a step takes. Of a global batch, micro-batch m of data-parallel rank d takes samples
     [(m * data_parallel_size + d) * micro_batch_size, ...).
@@ -158,7 +204,7 @@ class BatchLoader:
         self._dataset = dataset
         self._seed = seed
         self._seq_length = seq_length
-        self.plan = plan
+        self._plan = plan
         self._shape = (-1, data_parallel_size, micro_batch_size)
         assert plan.samples_per_microbatch == data_parallel_size * micro_batch_size
         self._data_parallel_rank = data_parallel_rank
@@ -169,9 +215,24 @@ class BatchLoader:
         """Samples of the whole split."""
         return self._num_samples
 
+    def at(self, step: int) -> StepBatch:
+        return self._plan.at(step)
+
+    def samples_before(self, step: int) -> int:
+        return self._plan.samples_before(step)
+
+    def num_tokens(self, step: int) -> int:
+        return self.at(step).num_samples * self._seq_length
+
+    def mean_context(self, step: int) -> float:
+        return float(self._seq_length)
+
+    def padding_share(self, step: int) -> float:
+        return 0.0
+
     def indices(self, step: int) -> NDArray[np.int64]:
         """Samples of this rank at `step`, [num_microbatches, micro_batch_size]."""
-        batch = self.plan.at(step)
+        batch = self.at(step)
         chosen = batch_indices(batch.first_sample, batch.num_samples, self._num_samples, self._seed)
         return chosen.reshape(self._shape)[:, self._data_parallel_rank]
 
@@ -186,11 +247,11 @@ class BatchLoader:
             samples = [self._dataset.sample(int(index), self._seq_length) for index in row]
             tokens.append(torch.stack([sample[0] for sample in samples]))
             targets.append(torch.stack([sample[1] for sample in samples]))
-        num_samples = self.plan.at(step).num_samples
+        num_samples = self.at(step).num_samples
         return Batch(
             tokens=tokens,
             targets=targets,
-            num_valid_tokens=num_samples * self._seq_length,
+            num_valid_tokens=self.num_tokens(step),
             num_samples=num_samples,
         )
 

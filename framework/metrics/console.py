@@ -64,6 +64,8 @@ class ConsoleSink:
         return None
 
     def log(self, record: StepRecord) -> None:
+        if record.skipped is not None:
+            self._console.print(f"step {record.step + 1} skipped: {record.skipped}", markup=False)
         self._losses.append(record.loss)
         self._elapsed_s += record.step_s
         if self._progress is not None:
@@ -96,6 +98,8 @@ class ConsoleSink:
             ("run folder", summary.run_dir),
             ("W&B folder", summary.wandb_dir or "none"),
         ]
+        if summary.num_skipped:
+            rows.insert(4, ("steps skipped", str(summary.num_skipped)))
         for name, value in rows:
             self._console.print(f"[bold]{name:<18}[/bold] {escape(value)}")
 

@@ -5,18 +5,20 @@ Source: "Trace Event Format", Google, the document that Chrome's tracing links t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from framework.metrics.timeline import Timeline
 from parallel.pipeline.action import Kind
-from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Interval
+from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, CopyInterval, Interval
 
-MEASURED, SIMULATED = 1, 2
+MEASURED, SIMULATED, COPIES = 1, 2, 3
 
 
 def trace_events(timeline: Timeline) -> dict[str, Any]:
-    """A process for each pipeline rank with two tracks, `measured` and under it `simulated`.
+    """A process for each pipeline rank with the tracks `measured` and under it `simulated`.
+
+    Where activations are offloaded, their copies have a track of their own in each direction.
 
     Arrows lead from the action that sends an activation or a gradient to the one that uses it; a counter shows
     the live activations. The simulated schedule starts where the first rank began the measured one.
@@ -33,6 +35,7 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
         offset = timeline.clock.offsets_s[rank]
         events += [_event(rank, interval, offset) for interval in trace.intervals]
         events += _live_activations(rank, trace.intervals, offset)
+        events += _copies(rank, trace.copies, offset)
     events += _flows(timeline)
     origin = timeline.pipeline_start_s
     for interval in timeline.simulation.intervals:
@@ -76,6 +79,25 @@ def _event(rank: int, interval: Interval, offset: float) -> dict[str, Any]:
         "dur": _us(interval.duration_s),
         "args": {key: value for key, value in args.items() if value is not None and value >= 0},
     }
+
+
+def _copies(rank: int, copies: Sequence[CopyInterval], offset: float) -> Iterator[dict[str, Any]]:
+    kinds = dict.fromkeys(copy.kind for copy in copies)
+    tracks = {kind: COPIES + index for index, kind in enumerate(sorted(kinds))}
+    for kind, track in tracks.items():
+        yield _metadata("thread_name", rank, track, name=kind)
+        yield _metadata("thread_sort_index", rank, track, sort_index=track)
+    for copy in copies:
+        yield {
+            "ph": "X",
+            "name": f"{copy.kind}{copy.microbatch}",
+            "cat": "copy",
+            "pid": _pid(rank),
+            "tid": _tid(rank, tracks[copy.kind]),
+            "ts": _us(offset + copy.start_s),
+            "dur": _us(copy.end_s - copy.start_s),
+            "args": {"stage": copy.stage, "microbatch": copy.microbatch},
+        }
 
 
 def _live_activations(rank: int, intervals: tuple[Interval, ...], offset: float) -> Iterator[dict[str, Any]]:

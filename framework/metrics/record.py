@@ -17,6 +17,8 @@ class RoutingRecord:
     layer: its index in the model. load: each expert's share of all choices, dropped ones included.
     imbalance: the largest load over the mean. entropy: of the router's distribution, in nats, the mean over tokens.
     num_dropped: choices that found no room. sent_bytes: by all ranks in dispatch and combine, forward and backward.
+    rank_load: each expert rank's share of the choices that experts were applied to; None where no expert has copies, as
+    it then follows from `load`.
     load_balance_loss, sequence_balance_loss, z_loss: without their weights; None where off.
     """
 
@@ -26,6 +28,7 @@ class RoutingRecord:
     entropy: float
     num_dropped: int
     sent_bytes: int
+    rank_load: tuple[float, ...] | None = None
     load_balance_loss: float | None = None
     sequence_balance_loss: float | None = None
     z_loss: float | None = None
@@ -47,7 +50,7 @@ class MoERecord:
         for each in self.layers:
             for field in dataclasses.fields(each):
                 value = getattr(each, field.name)
-                if field.name not in ("layer", "load") and value is not None:
+                if field.name not in ("layer", "load", "rank_load") and value is not None:
                     flat[f"layer_{each.layer}/{field.name}"] = value
         return flat
 
@@ -77,6 +80,24 @@ class BalanceRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadRecord:
+    """Activations that were moved out and back in a step, by all ranks.
+
+    hit_rate: backwards that found everything there, of all. num_unplanned: moves that the schedule did not have, where
+    more was kept than was planned with. One value for each pipeline rank: stall_s, time that forwards waited for room
+    and backwards for what they use (`offload_wait` in `time_s`), the mean of its replicas; peak_bytes, the most that
+    was kept for backwards at once, the largest of its replicas.
+    """
+
+    out_bytes: int
+    back_bytes: int
+    hit_rate: float
+    num_unplanned: int
+    stall_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One optimizer step, over all ranks.
 
@@ -93,6 +114,8 @@ class StepRecord:
     action to the end of its last: the zero-bubble papers' definition (Qi et al., arXiv 2401.10241, section 5).
     work_inflation: (I + W) / B, the mean times of input and weight gradient over that of a whole backward,
     summed over the stages on which this step ran all three; None where none did.
+    num_microbatches: of each data-parallel rank. padding_share: of the positions computed; None where samples are
+    windows of one length.
     bytes_by_axis: bytes sent over each mesh axis by all ranks. peak_memory_bytes: the largest of any rank.
     peak_live_activations: micro-batches alive at once; peak_held_weight_grad_bytes: kept for deferred weight
     gradients; one value for each pipeline rank, the largest of its replicas.
@@ -101,7 +124,9 @@ class StepRecord:
     gradients are not compressed.
     further_loss: of the further predictions of MTP modules, the mean over the modules, not weighted and not in `loss`;
     None in a model without.
-    moe: the routers' part; None in a model without experts. balance: None where experts never move.
+    moe: the routers' part; None in a model without experts. balance: None where experts never move. offload: None
+    where activations have no budget.
+    skipped: why the optimizer step was not made; None: it was. loss_scale: of this step; None without fp16.
     validation_loss: None where this step did not evaluate.
     """
 
@@ -128,11 +153,16 @@ class StepRecord:
     peak_memory_bytes: int
     peak_live_activations: tuple[int, ...]
     peak_held_weight_grad_bytes: tuple[int, ...]
+    num_microbatches: int | None = None
+    padding_share: float | None = None
     compression_ratio: float | None = None
     compression_error: float | None = None
     further_loss: float | None = None
     moe: MoERecord | None = None
     balance: BalanceRecord | None = None
+    offload: OffloadRecord | None = None
+    skipped: str | None = None
+    loss_scale: float | None = None
     validation_loss: float | None = None
 
     def to_json(self) -> str:
@@ -148,11 +178,13 @@ class StepRecord:
         try:
             values = json.loads(line)
             for name, value in values.items():
-                values[name] = _read(value)
+                values[name] = value if name == "skipped" else _read(value)
             if values.get("moe") is not None:
                 values["moe"] = MoERecord.from_values(values["moe"])
             if values.get("balance") is not None:
                 values["balance"] = BalanceRecord(**values["balance"])
+            if values.get("offload") is not None:
+                values["offload"] = OffloadRecord(**values["offload"])
             return StepRecord(**values)
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(f"not a step record ({error}): {line[:80]!r}") from None
@@ -160,19 +192,22 @@ class StepRecord:
     def scalars(self) -> dict[str, float]:
         """The record as flat numbers: `idle_s/rank_2`, `time_s/optimizer/rank_0`; what is None is left out.
 
-        `time_share/<category>` is the share of all ranks' time, so that one chart shows where a step goes.
+        `time_share/<category>` is the share of all ranks' time, so that one chart shows where a step goes; `skipped`
+        is 1 for a step that was skipped.
         """
         flat: dict[str, float] = {}
         for field in dataclasses.fields(self):
-            if field.name not in ("step", "moe", "balance"):
+            if field.name not in ("step", "moe", "balance", "offload", "skipped"):
                 flat |= dict(_flat(field.name, getattr(self, field.name)))
+        if self.skipped is not None:
+            flat["skipped"] = 1.0
         for category, seconds in self.time_s.items():
             flat[f"time_share/{category}"] = sum(seconds) / (len(seconds) * self.step_s)
         if self.moe is not None:
             flat |= {f"moe/{name}": value for name, value in self.moe.scalars().items()}
-        if self.balance is not None:
-            for field in dataclasses.fields(self.balance):
-                flat |= dict(_flat(f"balance/{field.name}", getattr(self.balance, field.name)))
+        for name, part in (("balance", self.balance), ("offload", self.offload)):
+            for field in dataclasses.fields(part) if part is not None else ():
+                flat |= dict(_flat(f"{name}/{field.name}", getattr(part, field.name)))
         return flat
 
 
@@ -187,7 +222,10 @@ class Bubbles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The outcome of a run. seconds: wall time of its steps; wandb_dir: the offline folder, None without W&B."""
+    """The outcome of a run. seconds: wall time of its steps; wandb_dir: the offline folder, None without W&B.
+
+    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use.
+    """
 
     run_dir: str
     final_loss: float
@@ -197,6 +235,8 @@ class RunSummary:
     wandb_dir: str | None
     steps: int
     seconds: float
+    num_skipped: int = 0
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of JSON."""

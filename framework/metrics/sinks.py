@@ -203,6 +203,8 @@ class WandbSink:
             "final_validation_loss": summary.validation_loss,
             "median_tokens_per_s": summary.tokens_per_s,
             "seconds": summary.seconds,
+            "num_skipped": summary.num_skipped,
+            **{f"kernel/{use}": name for use, name in summary.kernels.items()},
         }
         self._try(lambda: self._run.summary.update(values))
 

@@ -1,6 +1,6 @@
 """The measured timeline of one step beside the simulated one: built from traces, written, read back.
 
-The ranks of one pipeline are shown: those whose coordinate on every other axis is 0.
+The ranks of one of the run's pipelines are shown: those whose coordinate on every other axis is 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.simulate import Costs, Simulation, simulate
 from parallel.pipeline.text import from_csv, to_csv
-from parallel.pipeline.trace import OTHER, Activity, Clock, Interval, Trace, mean_seconds
+from parallel.pipeline.trace import OTHER, Activity, Clock, CopyInterval, Interval, Trace, mean_seconds
 
 FORMAT, VERSION = "counterflow-timeline", 1
 FOLDER = "timeline"
@@ -28,6 +28,7 @@ class Timeline:
     step: counted from 0. schedule: as it ran, its compute actions alone.
     traces: what each rank measured; its times start at its own `clock.offsets_s`. clock: the common one.
     costs: seconds, the mean of each kind on each stage. simulation: the same schedule at them, without communication.
+    num_pipelines: how many ran side by side.
     """
 
     step: int
@@ -37,6 +38,17 @@ class Timeline:
     traces: tuple[Trace, ...]
     costs: Costs
     simulation: Simulation
+    num_pipelines: int = 1
+
+    def rank_name(self, rank: int) -> str:
+        """Pipeline rank `rank` by its number in the run; both numbers where they differ."""
+        name = f"rank {self.global_ranks[rank]}"
+        return name if rank == self.global_ranks[rank] else f"{name}, pipeline rank {rank}"
+
+    @property
+    def which_pipeline(self) -> str:
+        """`one of 4 pipelines`; empty where there is one only."""
+        return f"one of {self.num_pipelines} pipelines" if self.num_pipelines > 1 else ""
 
     @property
     def step_s(self) -> float:
@@ -97,7 +109,13 @@ class Timeline:
 
 
 def build_timeline(
-    step: int, schedule: Schedule, traces: Sequence[Trace], global_ranks: Sequence[int], clock: Clock
+    step: int,
+    schedule: Schedule,
+    traces: Sequence[Trace],
+    global_ranks: Sequence[int],
+    clock: Clock,
+    *,
+    num_pipelines: int = 1,
 ) -> Timeline:
     """The timeline of the lowered `schedule` that ran as `traces`, in the order of pipeline ranks."""
     compute = schedule.with_actions(
@@ -112,6 +130,7 @@ def build_timeline(
         traces=tuple(traces),
         costs=costs,
         simulation=simulate(compute, costs),
+        num_pipelines=num_pipelines,
     )
 
 
@@ -149,8 +168,9 @@ def to_json(timeline: Timeline) -> str:
     """The timeline as one JSON object; times are whole nanoseconds.
 
     An interval is [activity, stage, micro-batch, start, end], the activity by its index in `activities`, times
-    from the start of the step on its rank. A simulated action is [start, end], in the order of the schedule's
-    row, from the start of the pipeline. `costs` has a time for each stage.
+    from the start of the step on its rank. A copy of offloaded activations is [kind, stage, micro-batch, start, end].
+    A simulated action is [start, end], in the order of the schedule's row, from the start of the pipeline. `costs` has
+    a time for each stage.
     """
     activities = list(Activity)
     schedule = timeline.schedule
@@ -167,6 +187,7 @@ def to_json(timeline: Timeline) -> str:
                 "placement": schedule.placement,
                 "actions": to_csv(schedule, compute_only=True).splitlines(),
             },
+            "num_pipelines": timeline.num_pipelines,
             "alignment": timeline.clock.alignment,
             "activities": [activity.value for activity in activities],
             "costs": {name: [_ns(time) for time in getattr(timeline.costs, name)] for name in _COSTS},
@@ -188,6 +209,10 @@ def to_json(timeline: Timeline) -> str:
                             _ns(interval.end_s),
                         ]
                         for interval in trace.intervals
+                    ],
+                    "copies": [
+                        [copy.kind, copy.stage, copy.microbatch, _ns(copy.start_s), _ns(copy.end_s)]
+                        for copy in trace.copies
                     ],
                     "simulated": simulated[rank],
                 }
@@ -225,6 +250,7 @@ def read_timeline(path: Path) -> Timeline:
             traces=tuple(_trace(rank, activities) for rank in ranks),
             costs=costs,
             simulation=simulate(schedule, costs),
+            num_pipelines=values.get("num_pipelines", 1),
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(
@@ -242,6 +268,10 @@ def _trace(rank: Mapping[str, Any], activities: Sequence[Activity]) -> Trace:
         intervals=tuple(
             Interval(activities[activity], stage, microbatch, start / 1e9, end / 1e9)
             for activity, stage, microbatch, start, end in rank["measured"]
+        ),
+        copies=tuple(
+            CopyInterval(kind, stage, microbatch, start / 1e9, end / 1e9)
+            for kind, stage, microbatch, start, end in rank.get("copies", ())
         ),
         peak_live_activations=rank["peak_live_activations"],
         peak_held_weight_grad_bytes=rank["peak_held_weight_grad_bytes"],

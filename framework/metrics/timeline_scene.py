@@ -24,6 +24,7 @@ WAIT_COLOURS = {
     Activity.SEND_WAIT: "#d3b4e6",
     Activity.COLLECTIVE_WAIT: "#a5dcd6",
     Activity.EXPERT_WAIT: "#e58f84",
+    Activity.OFFLOAD_WAIT: "#c9b79c",
     Activity.REDUCE: "#f0b3cc",
     Activity.OPTIMIZER: "#b4bcc8",
 }
@@ -32,6 +33,7 @@ _WAIT_MEANINGS = {
     Activity.SEND_WAIT: "send wait",
     Activity.COLLECTIVE_WAIT: "collective wait (parameters, gradient norm)",
     Activity.EXPERT_WAIT: "expert wait (tokens on their way, exposed)",
+    Activity.OFFLOAD_WAIT: "offload wait (activations on their way)",
     Activity.REDUCE: "gradient reduction",
     Activity.OPTIMIZER: "optimizer",
 }
@@ -99,10 +101,10 @@ class Scene:
 
 def scene(timeline: Timeline, run_name: str) -> Scene:
     """Lay out `timeline`. `run_name` goes into the title."""
-    schedule, num_ranks = timeline.schedule, len(timeline.traces)
+    num_ranks = len(timeline.traces)
     row = 30.0 if num_ranks <= 16 else 18.0
     bar_height = row - 4
-    labels = [_row_label(schedule, rank) for rank in range(num_ranks)]
+    labels = [_row_label(timeline, rank) for rank in range(num_ranks)]
     left = MARGIN + 10 + CHARACTER * max(map(len, labels))
     length = max(timeline.end_s, timeline.pipeline_start_s + timeline.simulation.makespan) or 1.0
     plot_width = _plot_width(timeline, length)
@@ -146,7 +148,7 @@ def scene(timeline: Timeline, run_name: str) -> Scene:
                 )
             x = shares_x
             for name, share, fill in of_shares[rank]:
-                hover = f"rank {rank}: {name} {share:.1%}"
+                hover = f"{timeline.rank_name(rank)}: {name} {share:.1%}"
                 bars.append(Bar(x=x, y=y, width=share * SHARES, height=bar_height, fill=fill, hover=hover))
                 x += share * SHARES
         axis = top + num_ranks * row
@@ -201,14 +203,14 @@ def _measured_rows(timeline: Timeline) -> list[list[_Piece]]:
             start, end = offset + interval.start_s, offset + interval.end_s
             if interval.activity in COMPUTE_ACTIVITIES:
                 kind = Kind(interval.activity.value)
-                hover = f"{interval.stage}{kind.value}{interval.microbatch}   rank {rank}"
+                hover = f"{interval.stage}{kind.value}{interval.microbatch}   {timeline.rank_name(rank)}"
                 piece = _compute(timeline.schedule, rank, kind, interval.stage, interval.microbatch, hover)
                 row.append(replace(piece, start_s=start, end_s=end))
             else:
                 what = _WAIT_MEANINGS[interval.activity]
                 where = f" of stage {interval.stage}" if interval.stage >= 0 else ""
                 which = "" if interval.microbatch is None else f", micro-batch {interval.microbatch}"
-                hover = f"{what}{where}{which}   rank {rank}"
+                hover = f"{what}{where}{which}   {timeline.rank_name(rank)}"
                 row.append(
                     _Piece(start_s=start, end_s=end, fill=WAIT_COLOURS[interval.activity], hover=hover)
                 )
@@ -222,7 +224,7 @@ def _simulated_rows(timeline: Timeline) -> list[list[_Piece]]:
     for interval in timeline.simulation.intervals:
         leaves = interval.action.leaves
         for slot, leaf in enumerate(leaves):
-            hover = f"{interval.action}   rank {interval.rank}"
+            hover = f"{interval.action}   {timeline.rank_name(interval.rank)}"
             piece = _compute(timeline.schedule, interval.rank, leaf.kind, leaf.stage, leaf.microbatch, hover)
             rows[interval.rank].append(
                 replace(
@@ -301,6 +303,7 @@ def _title(timeline: Timeline, run_name: str) -> str:
     return (
         f"{run_name}, step {timeline.step + 1}: {schedule.name}, "
         f"{schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}, {schedule.num_microbatches} micro-batches"
+        + (f" ({timeline.which_pipeline})" if timeline.which_pipeline else "")
     )
 
 
@@ -315,9 +318,12 @@ def _subtitle(timeline: Timeline, unit: str, unit_s: float) -> str:
     )
 
 
-def _row_label(schedule: Schedule, rank: int) -> str:
-    stages = schedule.stages_of(rank)
-    return f"rank {rank}" if stages == (rank,) else f"rank {rank} (stages {', '.join(map(str, stages))})"
+def _row_label(timeline: Timeline, rank: int) -> str:
+    """By the rank's number in the run, as in logs and error files."""
+    stages, name = timeline.schedule.stages_of(rank), f"rank {timeline.global_ranks[rank]}"
+    if stages == (timeline.global_ranks[rank],):
+        return name
+    return f"{name} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
 
 
 def _plot_width(timeline: Timeline, length: float) -> float:

@@ -29,6 +29,11 @@ _FP8 = torch.float8_e4m3fn
 class Codec(Protocol):
     """Rows of numbers as bytes. It has no state."""
 
+    @property
+    def block_size(self) -> int:
+        """Elements that are encoded together."""
+        ...
+
     def encoded_bytes(self, num_elements: int) -> int:
         """Bytes of a row of `num_elements`."""
         ...
@@ -38,7 +43,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: Tensor, num_elements: int) -> Tensor:
-        """uint8 [R, encoded_bytes(M)] as fp32 [R, M]; M is `num_elements`."""
+        """uint8 [R, encoded_bytes(M)] as fp32 [R, M], no one else's; M is `num_elements`."""
         ...
 
 
@@ -104,16 +109,20 @@ class Integers:
         numbers = blocks.div(scales[..., None]).round_().to(torch.int8)
         codes = numbers.flatten(1)
         if self.num_bits == 4:
-            codes = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+            pairs = codes.view(torch.int16)
+            codes = ((pairs & 15) | ((pairs >> 4) & 240)).to(torch.uint8)
         return _assemble(scales, codes.view(torch.uint8), self, x.shape[1])
 
     def decode(self, payload: Tensor, num_elements: int) -> Tensor:
         scales, codes = _take_apart(payload, num_elements, self.block_size)
-        codes = codes.view(torch.int8)[:, : -(-num_elements * self.num_bits // 8)]
+        codes = codes[:, : -(-num_elements * self.num_bits // 8)]
         if self.num_bits == 4:
-            # Shifted up first, so that the shift down brings the sign along.
-            codes = torch.stack(((codes << 4) >> 4, codes >> 4), -1).flatten(1)
-        return _scaled(codes.float(), scales, self.block_size, num_elements)
+            both = torch.arange(256, device=payload.device)[:, None] >> torch.tensor(
+                [0, 4], device=payload.device
+            )
+            pairs = (((both & 15) ^ 8) - 8).to(torch.int8).view(torch.int16)[:, 0]
+            codes = _looked_up(pairs, codes).view(torch.int8)
+        return _scaled(codes.view(torch.int8).float(), scales, self.block_size, num_elements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +201,9 @@ def pack_bits(bits: Tensor) -> Tensor:
 def unpack_signs(packed: Tensor) -> Tensor:
     """uint8 [R, M / 8] as fp32 [R, M]: 1 where the bit is set, -1 elsewhere."""
     patterns = torch.arange(256, device=packed.device)[:, None] >> torch.arange(8, device=packed.device)
-    signs = (patterns & 1).float().mul_(2).sub_(1)
-    return _looked_up(signs, packed).flatten(1)
+    # Eight signs of a byte each are looked up as one number.
+    signs = (2 * (patterns & 1) - 1).to(torch.int8).view(torch.int64)[:, 0]
+    return _looked_up(signs, packed).view(torch.int8).float()
 
 
 def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
@@ -227,8 +237,9 @@ def _steps(blocks: Tensor, limit: float) -> Tensor:
 
 
 def _scaled(numbers: Tensor, scales: Tensor, block_size: int, num_elements: int) -> Tensor:
+    """`numbers`, which may be written to, times the scales of their blocks."""
     blocks = _blocks(numbers, block_size)
-    return (blocks * scales[..., None]).flatten(1)[:, :num_elements]
+    return blocks.mul_(scales[..., None]).flatten(1)[:, :num_elements]
 
 
 def _assemble(shared: Tensor, codes: Tensor, codec: Codec, num_elements: int) -> Tensor:

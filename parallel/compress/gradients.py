@@ -20,6 +20,7 @@ class GradientReduction:
 
     shapes: of the parameters, in order. num_elements: of the buffer. is_everywhere: whether every rank gets the whole
     sum (ZeRO 0), or its own range. num_steps: reductions so far; the first `warmup_steps` are plain.
+    plain: what sums them as they are; None: a `PlainReduction` in `dtype`.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class GradientReduction:
         num_elements: int,
         is_everywhere: bool,
         device: torch.device | None = None,
+        plain: Reduction | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         assert sum(map(math.prod, shapes)) <= num_elements
         self.num_steps = 0
         self._warmup_steps = config.warmup_steps
-        self._plain = PlainReduction(axis)
+        self._plain: Reduction = PlainReduction(axis, dtype) if plain is None else plain
         self._compressed: Reduction = self._plain
         if config.method == "powersgd":
             self._compressed = PowerSGDReduction(

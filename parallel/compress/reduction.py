@@ -28,11 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import Axis, all_gather_into, all_reduce, all_to_all_into, reduce_scatter_into
+from parallel.collectives import Axis, all_reduce, reduce_scatter_into
 from parallel.compress.codec import Codec
+from parallel.compress.messages import Messages, exchange
+from parallel.compress.pieces import in_pieces
 
 # A reduction as it goes: yields what is to be waited for (None: nothing) before it goes on; returns its report.
-Steps = Generator["dist.Work | None", None, "ReductionReport"]
+Steps = Generator["dist.Work | Messages | None", None, "ReductionReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class PendingReduction:
     def __init__(self, steps: Steps) -> None:
         self._steps: Steps | None = steps
         self._report: ReductionReport | None = None
-        self._work: dist.Work | None = None
+        self._work: dist.Work | Messages | None = None
         self._go_on()
 
     def _go_on(self) -> None:
@@ -108,22 +110,31 @@ class Reduction(Protocol):
 
 
 class PlainReduction:
-    """fp32 on the wire: an all-reduce or a reduce-scatter."""
+    """An all-reduce or a reduce-scatter, in fp32 or, rounded in each addition, in another dtype."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, dtype: torch.dtype = torch.float32) -> None:
+        self._axis, self._dtype = axis, dtype
 
     def start(self, buffer: Tensor, out: Tensor | None) -> PendingReduction:
-        return PendingReduction(self._steps(buffer, out))
+        return PendingReduction(self.steps(buffer, out))
 
-    def _steps(self, buffer: Tensor, out: Tensor | None) -> Steps:
-        if out is None:
-            yield all_reduce(buffer, self._axis, async_op=True)
+    def steps(self, buffer: Tensor, out: Tensor | None) -> Steps:
+        """What `start` starts, as a part of another reduction."""
+        wire, result = buffer, out
+        if self._dtype != buffer.dtype and self._axis.size > 1:
+            wire = buffer.to(self._dtype)
+            result = None if out is None else out.new_empty(out.shape, dtype=self._dtype)
+        if result is None:
+            yield all_reduce(wire, self._axis, async_op=True)
         else:
-            yield reduce_scatter_into(out, buffer, self._axis, async_op=True)
-        sent = fp32_bytes(buffer.numel(), self._axis.size, is_everywhere=out is None)
+            yield reduce_scatter_into(result, wire, self._axis, async_op=True)
+        if wire is not buffer:
+            (buffer if out is None else out).copy_(wire if result is None else result)
+        fp32 = fp32_bytes(buffer.numel(), self._axis.size, is_everywhere=out is None)
         zero = buffer.new_zeros(())
-        return ReductionReport(sent_bytes=sent, fp32_bytes=sent, error_squares=zero, squares=zero)
+        return ReductionReport(
+            sent_bytes=fp32 * wire.element_size() // 4, fp32_bytes=fp32, error_squares=zero, squares=zero
+        )
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -149,8 +160,9 @@ class CodedReduction:
         device: torch.device | None = None,
     ) -> None:
         assert num_elements % axis.size == 0
-        self._codec, self._axis, self._is_everywhere = codec, axis, is_everywhere
+        self._axis, self._is_everywhere = axis, is_everywhere
         self._part = num_elements // axis.size
+        self._codec = in_pieces(codec, self._part, device)
         self._errors: dict[str, Tensor] = {}
         if error_feedback and axis.size > 1:
             self._errors["error"] = torch.zeros(axis.size - 1, self._part, device=device)
@@ -171,30 +183,30 @@ class CodedReduction:
             return ReductionReport(sent_bytes=0, fp32_bytes=0, error_squares=zero, squares=zero)
 
         others = [index for index in range(size) if index != rank]
-        messages = torch.cat((parts[:rank], parts[rank + 1 :]))
-        payload, error_squares, squares = self._encode("error", messages)
-        del messages
+        squares, error_squares = buffer.new_zeros(()), buffer.new_zeros(())
+        payload = buffer.new_empty(size - 1, self._codec.encoded_bytes, dtype=torch.uint8)
+        for row, index in enumerate(others):
+            self._encode(parts[index], "error", row, payload[row], squares, error_squares)
         received = torch.empty_like(payload)
-        splits = [int(index != rank) for index in range(size)]
-        yield all_to_all_into(
-            received, payload, axis, output_splits=splits, input_splits=splits, async_op=True
-        )
-        total = torch.zeros_like(parts[rank]) if out is None else out.zero_()
-        for index in range(size):
-            if index == rank:
-                total += parts[rank]
-            else:
-                position = others.index(index)
-                total += self._codec.decode(received[position : position + 1], self._part)[0]
+        yield exchange(list(received), list(payload), axis)
+        sum_of_all = parts[rank] if out is None else out
+        for piece in self._codec.pieces:
+            total = buffer.new_zeros(piece.size)
+            for index in range(size):
+                if index == rank:
+                    total += parts[rank][piece.elements]
+                else:
+                    total += self._codec.decode(received[others.index(index)], piece)
+            sum_of_all[piece.elements] = total
         sent_bytes = payload.nbytes
 
         if out is None:
-            payload, more_error, more = self._encode("sum_error", total[None])
-            error_squares, squares = error_squares + more_error, squares + more
-            received = payload.new_empty(size, payload.shape[1])
-            yield all_gather_into(received, payload, axis, async_op=True)
-            for index in range(size):
-                parts[index] = self._codec.decode(received[index : index + 1], self._part)[0]
+            payload = payload[0]
+            self._encode(sum_of_all, "sum_error", 0, payload, squares, error_squares, decoded_into=sum_of_all)
+            yield exchange(list(received), [payload] * len(others), axis)
+            for row, index in enumerate(others):
+                for piece in self._codec.pieces:
+                    parts[index][piece.elements] = self._codec.decode(received[row], piece)
             sent_bytes += (size - 1) * payload.nbytes
         return ReductionReport(
             sent_bytes=sent_bytes,
@@ -203,18 +215,36 @@ class CodedReduction:
             squares=squares,
         )
 
-    def _encode(self, name: str, messages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bytes of `messages` with the error kept as `name`, and the squares of what is left out and of all."""
-        error = self._errors.get(name)
-        wanted = messages if error is None else error.add_(messages)
-        squares = _squares(wanted)
-        payload = self._codec.encode(wanted)
-        decoded = self._codec.decode(payload, self._part)
-        left_out = wanted - decoded if error is None else error.sub_(decoded)
-        error_squares = _squares(left_out)
-        if error is not None:
-            error.nan_to_num_(0.0, 0.0, 0.0)
-        return payload, error_squares, squares
+    def _encode(
+        self,
+        message: Tensor,
+        name: str,
+        row: int,
+        payload: Tensor,
+        squares: Tensor,
+        error_squares: Tensor,
+        *,
+        decoded_into: Tensor | None = None,
+    ) -> None:
+        """Fill `payload` with `message` and what is kept in that row of `name`, and keep there what it leaves out.
+
+        The squares of all and of what is left out are added up. decoded_into: gets what others will read; may be
+        `message`.
+        """
+        error = self._errors[name][row] if name in self._errors else None
+        for piece in self._codec.pieces:
+            wanted = message[piece.elements]
+            if error is not None:
+                wanted = error[piece.elements].add_(wanted)
+            squares += torch.dot(wanted, wanted)
+            payload[piece.payload] = self._codec.encode(wanted)
+            decoded = self._codec.decode(payload, piece)
+            left_out = torch.sub(wanted, decoded, out=None if error is None else wanted)
+            error_squares += torch.dot(left_out, left_out)
+            if error is not None:
+                left_out.nan_to_num_(0.0, 0.0, 0.0)
+            if decoded_into is not None:
+                decoded_into[piece.elements] = decoded
 
     def state(self) -> dict[str, Tensor]:
         return dict(self._errors)
@@ -227,8 +257,3 @@ class CodedReduction:
 def fp32_bytes(num_elements: int, size: int, *, is_everywhere: bool) -> int:
     """What a rank sends, by the convention of ByteMeter, to sum so many fp32 numbers over `size` ranks."""
     return (1 + is_everywhere) * (size - 1) * 4 * num_elements // size
-
-
-def _squares(values: Tensor) -> Tensor:
-    flat = values.reshape(-1)
-    return torch.dot(flat, flat)

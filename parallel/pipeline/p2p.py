@@ -36,6 +36,7 @@ from torch import Tensor
 from parallel.collectives import Axis, ByteMeter, all_reduce
 from parallel.pipeline.action import SENDS, Kind, Schedule
 from parallel.pipeline.dependencies import channel_of
+from parallel.pipeline.payload import Payload
 
 _HEADER_ELEMENTS = 64
 _DTYPES = (
@@ -160,7 +161,7 @@ class Receipt:
     """A receive under way, to be handed to `Transport.wait`.
 
     It is begun once the channel's earlier messages are known to be covered by posted receives: `header_work`
-    is set while its header is out, `tensors` once its payload is posted.
+    is set while its header is out, `tensors` once its payload is posted, in the precision in which it travels.
     """
 
     peer: int
@@ -168,6 +169,7 @@ class Receipt:
     microbatch: int
     header: Tensor | None = None
     header_work: dist.Work | None = None
+    specs: tuple[TensorSpec, ...] = ()
     tensors: tuple[Tensor, ...] | None = None
     works: list[dist.Work] = field(default_factory=lambda: list[dist.Work]())
 
@@ -202,7 +204,8 @@ class Transport:
 
     group carries messages to higher ranks of the pipeline, reverse_group to lower ones; peers are ranks
     within the group. Bytes are counted under the axis name `pipeline`. chunk_bytes: larger tensors travel as
-    several messages (see Note [Chunks]), the same on every rank; None: each as one.
+    several messages (see Note [Chunks]), the same on every rank; None: each as one. payload: in what precision tensors
+    travel, the same on every rank; None: in their own.
     """
 
     def __init__(
@@ -213,8 +216,9 @@ class Transport:
         device: torch.device,
         meter: ByteMeter | None = None,
         chunk_bytes: int | None = None,
+        payload: Payload | None = None,
     ) -> None:
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._payload = chunk_bytes, payload
         self._group, self._reverse_group, self._meter = group, reverse_group, meter
         self.device = device
         self.rank = 0 if group is None else group.rank()
@@ -282,6 +286,8 @@ class Transport:
                     "for the one before, though their inputs had the same shapes; a stage whose output shape "
                     "depends on values needs uniform_shapes=False"
                 )
+        if self._payload is not None:
+            tensors = tuple(self._payload.encode(tensor.detach()) for tensor in tensors)
         group, group_peer = self._link(peer, channel)
         messages: list[Tensor] = []
         try:
@@ -344,6 +350,9 @@ class Transport:
                 "received from", receipt.peer, receipt.channel, receipt.microbatch, error
             ) from error
         assert receipt.tensors is not None
+        if self._payload is not None:
+            pairs = zip(receipt.tensors, receipt.specs, strict=True)
+            return tuple(self._payload.decode(tensor, *spec) for tensor, spec in pairs)
         return receipt.tensors
 
     def _begin(self, receipt: Receipt) -> None:
@@ -355,6 +364,9 @@ class Transport:
             receipt.header_work = self._irecv(receipt.header, receipt)
 
     def _post_payload(self, receipt: Receipt, specs: tuple[TensorSpec, ...]) -> None:
+        if self._payload is not None:
+            receipt.specs = specs
+            specs = tuple(TensorSpec(*self._payload.on_wire(*spec)) for spec in specs)
         receipt.tensors = tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
         )

@@ -280,7 +280,7 @@ def _unsharding(actions: Sequence[Action], keep: int | None, prefetch: int) -> l
     for stage, last in last_use.items():
         reshard[last].append(stage)
 
-    return _around_compute(
+    return around_compute(
         actions,
         {index: [Action(stage, Kind.UNSHARD) for stage in stages] for index, stages in unshard.items()},
         {index: [Action(stage, Kind.RESHARD) for stage in stages] for index, stages in reshard.items()},
@@ -298,10 +298,10 @@ def _reducing(actions: Sequence[Action]) -> list[Action]:
     after: dict[int, list[Action]] = defaultdict(list)
     for stage, index in last.items():
         after[index].append(Action(stage, Kind.REDUCE_GRAD))
-    return _around_compute(actions, {}, after)
+    return around_compute(actions, {}, after)
 
 
-def _around_compute(
+def around_compute(
     actions: Sequence[Action], before: Mapping[int, Sequence[Action]], after: Mapping[int, Sequence[Action]]
 ) -> list[Action]:
     """Insert `before[i]` right before the i-th compute action, `after[i]` behind the sends that follow it."""

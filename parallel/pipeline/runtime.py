@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Axis, ByteMeter, all_reduce
+from parallel.offload.offloader import Offloader
 from parallel.pipeline.action import Action, Kind, Schedule
 from parallel.pipeline.ahead import forwards_ahead, unused_receives
 from parallel.pipeline.operation import (
@@ -33,6 +34,7 @@ from parallel.pipeline.operation import (
 from parallel.pipeline.overlap import Half, Interleaver
 from parallel.pipeline.p2p import Channel, Transport, specs_of
 from parallel.pipeline.passes import forward_only, why_not_overlapped
+from parallel.pipeline.payload import Payload
 from parallel.pipeline.stage import Stage
 from parallel.pipeline.trace import Activity, Recorder, Trace
 from parallel.pipeline.verify import verify
@@ -69,8 +71,10 @@ class Runtime:
     uniform_shapes: False where a stage's output shape depends on values; each activation then carries its
     shape, at the price of one more message.
     p2p_chunk_bytes: tensors larger than this travel in chunks (see p2p.py); the same on every rank, None: whole.
+    p2p_payload: in what precision tensors travel, the same on every rank; None: in their own.
     interleaver: the communication point of the stages' modules; it runs the halves of a pair together. None: nothing
     travels within a stage, and a pair is a forward and then a backward.
+    offloader: does OFFLOAD and RELOAD, and keeps the activations within its budget. None: they stay where they are.
 
     Raises ValueError: where stages or group do not fit the schedule.
     """
@@ -87,11 +91,18 @@ class Runtime:
         reschedule: Callable[[int], Schedule] | None = None,
         uniform_shapes: bool = True,
         p2p_chunk_bytes: int | None = None,
+        p2p_payload: Payload | None = None,
         interleaver: Interleaver | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.transport = Transport(
-            group, reverse_group or group, device=self.device, meter=meter, chunk_bytes=p2p_chunk_bytes
+            group,
+            reverse_group or group,
+            device=self.device,
+            meter=meter,
+            chunk_bytes=p2p_chunk_bytes,
+            payload=p2p_payload,
         )
         self.rank = self.transport.rank
         self.group = group
@@ -108,6 +119,10 @@ class Runtime:
         self.stages = dict(stages)
         self.schedule = schedule
         self.interleaver = interleaver
+        self.offloader = offloader
+        if offloader is not None:
+            for stage in self.stages.values():
+                stage.lets_go = True
         self._overlaps = interleaver is not None and interleaver.overlap
         is_first = self.rank == 0 and (group is None or dist.get_rank() == 0)
         if self._overlaps and is_first and (reason := why_not_overlapped(schedule)):
@@ -134,6 +149,8 @@ class Runtime:
             Kind.UNSHARD: self._unshard,
             Kind.RESHARD: self._reshard,
             Kind.REDUCE_GRAD: self._reduce_grad,
+            Kind.OFFLOAD: self._offload,
+            Kind.RELOAD: self._reload,
         }
         self.transport.connect(schedule)
 
@@ -264,9 +281,13 @@ class Runtime:
                     if schedule.direction_of(microbatch) == direction
                 }
                 step.uniform[0, direction] = self._uniform_shapes and len(shapes) == 1
-        self._recorder, interleaver = recorder, self.interleaver
+        self._recorder, interleaver, offloader = recorder, self.interleaver, self.offloader
         try:
-            with recorder.pipeline(), interleaver.step(recorder) if interleaver else nullcontext():
+            with (
+                recorder.pipeline(),
+                interleaver.step(recorder) if interleaver else nullcontext(),
+                offloader.step(recorder) if offloader else nullcontext(),
+            ):
                 self._execute(schedule, validate)
         except BaseException:
             for stage in self.stages.values():
@@ -351,6 +372,8 @@ class Runtime:
             if index in whole:
                 stage.parameters.reshard()
             stage.discard()
+        if self.offloader is not None:
+            self.offloader.discard()
         self._step.restart()
 
     def _operations_of(self, schedule: Schedule) -> tuple[Operation, ...]:
@@ -396,12 +419,21 @@ class Runtime:
             inputs = step.handed.pop((index, Kind.F, microbatch))
             step.uniform[index, operation.direction] = step.uniform[index - 1, operation.direction]
         self._wait_unshard(stage, microbatch)
+        if self.offloader is not None and torch.is_grad_enabled():
+            begin = recorder.now()
+            if self.offloader.reserve(index):
+                recorder.add(Activity.OFFLOAD_WAIT, index, microbatch, begin)
         return inputs
 
     def _run_forward(self, operation: Operation, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        outputs = operation.stage.forward(operation.microbatch, inputs)
-        if operation.is_last:
-            self._loss(operation.stage, operation.microbatch, outputs)
+        stage, microbatch, offloader = operation.stage, operation.microbatch, self.offloader
+        catching = nullcontext()
+        if offloader is not None and torch.is_grad_enabled():
+            catching = offloader.catching(stage.index, microbatch)
+        with catching:
+            outputs = stage.forward(microbatch, inputs)
+            if operation.is_last:
+                self._loss(stage, microbatch, outputs)
         return outputs
 
     def _pass_on(self, operation: Operation, outputs: tuple[Tensor, ...]) -> None:
@@ -466,6 +498,10 @@ class Runtime:
             else:
                 grads = step.handed.pop((index, Kind.B, microbatch))
         self._wait_unshard(stage, microbatch)
+        if self.offloader is not None:
+            begin = recorder.now()
+            if self.offloader.fetch(index, microbatch):
+                recorder.add(Activity.OFFLOAD_WAIT, index, microbatch, begin)
         return grads
 
     def _run_backward(self, operation: Operation, grads: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -508,6 +544,8 @@ class Runtime:
             else:
                 step.to_send[index, Kind.B, microbatch] = grad_inputs
         step.num_live -= 1
+        if self.offloader is not None:
+            self.offloader.release(index, microbatch)
         if operation.is_peer_here:
             self._settle()
 
@@ -563,6 +601,14 @@ class Runtime:
         begin = self._recorder.now()
         operation.stage.parameters.reduce_grad()
         self._recorder.add(Activity.REDUCE, operation.stage.index, None, begin)
+
+    def _offload(self, operation: Operation) -> None:
+        assert self.offloader is not None, "a schedule with OFFLOAD, and nothing that does it"
+        self.offloader.offload(operation.stage.index, operation.microbatch)
+
+    def _reload(self, operation: Operation) -> None:
+        assert self.offloader is not None, "a schedule with RELOAD, and nothing that does it"
+        self.offloader.reload(operation.stage.index, operation.microbatch)
 
     def _wait_unshard(self, stage: Stage, microbatch: int) -> None:
         begin = self._recorder.now()

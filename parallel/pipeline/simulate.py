@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from parallel.offload.timing import Copy, CopyModel, RankCopies
 from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
 from parallel.pipeline.arrays import CODES, KINDS, Ints, Leaves, Products, leaves_of, peaks
 from parallel.pipeline.costs import Costs, costs_from
@@ -51,6 +52,8 @@ class Simulation:
     span: from the start of a rank's first action to the end of its last.
     peak_activations: most micro-batches whose forward has run and whose I or B has not ended.
     peak_held_weight_gradients: most micro-batches whose I has run and whose W has not ended.
+    copies, stall, peak_bytes: of a schedule whose activations are offloaded, every OFFLOAD and RELOAD, the time that
+    compute actions waited for them, and the most bytes that were there at once; empty for others.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -61,6 +64,9 @@ class Simulation:
     span: tuple[float, ...]
     peak_activations: tuple[int, ...]
     peak_held_weight_gradients: tuple[int, ...]
+    copies: tuple[tuple[Copy, ...], ...] = ()
+    stall: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
@@ -91,11 +97,11 @@ class Simulation:
         return 1 - sum(self.busy) / (len(self.busy) * max(self.span))
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs, copies: CopyModel | None = None) -> Simulation:
     """Run `schedule`, in compute form or with any added actions, against `costs`.
 
     Each rank starts an action once its previous one has ended and everything it needs has arrived. Linear in
-    the number of actions.
+    the number of actions. copies: where `schedule` offloads activations; None: that takes no time.
 
     Raises ScheduleError: the ranks wait for each other. ValueError: costs of another number of stages.
     """
@@ -105,7 +111,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     )
     leaves = leaves_of(actions)
     orders = [range(first, last) for first, last in pairwise(leaves.offsets.tolist())]
-    starts, ends = Work(schedule, leaves, costs).run(orders)
+    lanes = [] if copies is None else [RankCopies(of_rank, copies) for of_rank in schedule.actions]
+    starts, ends = Work(schedule, leaves, costs).run(orders, lanes)
     stuck = [rank for rank, order in enumerate(orders) if len(ends[rank]) < len(order)]
     if stuck:
         waiting = "; ".join(f"rank {rank} at {actions[rank][len(ends[rank])]}" for rank in stuck[:8]) + (
@@ -125,6 +132,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         span=tuple(last[-1] - first[0] if first else 0.0 for first, last in zip(starts, ends, strict=True)),
         peak_activations=tuple(peak_activations),
         peak_held_weight_gradients=tuple(peak_held),
+        copies=tuple(tuple(lane.copies) for lane in lanes),
+        stall=tuple(lane.stall for lane in lanes),
+        peak_bytes=tuple(lane.peak_bytes for lane in lanes),
     )
 
 
@@ -158,8 +168,13 @@ class Work:
         )
         self.duration = _durations(leaves, costs, schedule.num_stages)
 
-    def run(self, orders: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Start and end of every action of each rank, in the order of `orders`, as far as the ranks come."""
+    def run(
+        self, orders: Sequence[Sequence[int]], lanes: Sequence[RankCopies] = ()
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Start and end of every action of each rank, in the order of `orders`, as far as the ranks come.
+
+        lanes: each rank's copies, where they take time.
+        """
         needs, gives, duration = self.needs, self.gives, self.duration
         link, transmission, latency = self.routes.link, self.routes.transmission, self.routes.latency
         arrival = [math.inf] * self.nothing + [0.0, math.inf]
@@ -182,6 +197,9 @@ class Work:
                     missing = next(column[action] for column in needs if arrival[column[action]] == math.inf)
                     sleeper[missing] = rank
                     break
+                if lanes:
+                    start = lanes[rank].before(position, free, start)
+                    lanes[rank].after(position, start + duration[action])
                 free = start + duration[action]
                 my_starts.append(start)
                 my_ends.append(free)

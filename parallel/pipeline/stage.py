@@ -10,8 +10,10 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from parallel.collectives import Axis, all_reduce
+from parallel.pipeline.boundary import Entrance, edges_of, enter, gradient_of, is_floating, spec_of
 from parallel.pipeline.weight_grad import Adoption, WeightGradStore, adopt
 
 
@@ -102,8 +104,9 @@ class PlainParameters:
 
 @dataclass(slots=True)
 class _InFlight:
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | Entrance, ...]
     outputs: tuple[Tensor, ...]
+    edges: tuple[GradientEdge | None, ...] | None = None
     loss: Tensor | None = None
 
 
@@ -111,15 +114,24 @@ class Stage:
     """A stage of the model on this rank.
 
     `forward` keeps what `backward` of the same micro-batch needs; with `defer` the weight gradients of
-    linear layers wait for `weight_backward`. `adoption` says which parameters those are.
+    linear layers wait for `weight_backward`. `adoption` says which parameters those are. splits: False where
+    every gradient is to come through autograd, for somebody whose hooks wait for it there; nothing is deferred then.
+    lets_go: whether inputs and outputs are let go of after the forward, see parallel/pipeline/boundary.py.
     """
 
-    def __init__(self, index: int, module: nn.Module, parameters: StageParameters) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, parameters: StageParameters, *, splits: bool = True
+    ) -> None:
         self.index = index
         self.module = module
         self.parameters = parameters
         self.weight_grads = WeightGradStore(parameters.gradient_buffer)
-        self.adoption: Adoption = adopt(module, self.weight_grads)
+        self.adoption: Adoption = (
+            adopt(module, self.weight_grads)
+            if splits
+            else Adoption(deferred=(), immediate=tuple(name for name, _ in module.named_parameters()))
+        )
+        self.lets_go = False
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
@@ -132,15 +144,31 @@ class Stage:
 
         Raises TypeError: where the module returns something else than tensors.
         """
+        needs_grad = self.index > 0 and torch.is_grad_enabled()
+        if self.lets_go and torch.is_grad_enabled():
+            return self._forward_and_let_go(microbatch, inputs, needs_grad)
         entered = tuple(
-            tensor.detach().requires_grad_(
-                self.index > 0 and tensor.is_floating_point() and torch.is_grad_enabled()
-            )
-            for tensor in inputs
+            tensor.detach().requires_grad_(needs_grad and tensor.is_floating_point()) for tensor in inputs
         )
-        outputs = _checked(self.index, self.module(*entered))
+        outputs = _checked(self.index, self._apply(entered))
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = _InFlight(entered, outputs)
+        return outputs
+
+    def _forward_and_let_go(
+        self, microbatch: int, inputs: Sequence[Tensor], needs_grad: bool
+    ) -> tuple[Tensor, ...]:
+        """As `forward`; in flight are shapes and where the graph begins and ends."""
+        entered: list[Tensor] = []
+        kept: list[Tensor | Entrance] = []
+        for tensor in inputs:
+            given, entrance = tensor.detach(), spec_of(tensor)
+            if needs_grad and tensor.is_floating_point():
+                given, entrance = enter(tensor)
+            entered.append(given)
+            kept.append(entrance)
+        outputs = _checked(self.index, self._apply(tuple(entered)))
+        self._in_flight[microbatch] = _InFlight(tuple(kept), tuple(map(spec_of, outputs)), edges_of(outputs))
         return outputs
 
     def outputs_of(self, microbatch: int) -> tuple[Tensor, ...]:
@@ -165,19 +193,33 @@ class Stage:
             roots, grads = [state.loss], None
         else:
             assert grad_outputs is not None
-            floating = [out for out in state.outputs if out.is_floating_point()]
-            pairs = [
-                (out, grad) for out, grad in zip(floating, grad_outputs, strict=True) if out.requires_grad
+            starts = state.outputs if state.edges is None else state.edges
+            floating = [
+                (out, start)
+                for out, start in zip(state.outputs, starts, strict=True)
+                if out.is_floating_point()
             ]
-            roots, grads = [out for out, _ in pairs], [grad for _, grad in pairs]
+            pairs = [
+                (start, grad)
+                for (out, start), grad in zip(floating, grad_outputs, strict=True)
+                if out.requires_grad and start is not None
+            ]
+            roots, grads = [start for start, _ in pairs], [grad for _, grad in pairs]
         with self.weight_grads.deferring(microbatch) if defer else nullcontext():
-            if any(root.requires_grad for root in roots):
-                torch.autograd.backward(roots, grads)
+            if any(isinstance(root, GradientEdge) or root.requires_grad for root in roots):
+                # Autograd takes edges as well.
+                self._differentiate(cast("list[Tensor]", roots), grads)
         return tuple(
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor in state.inputs
-            if tensor.is_floating_point() and self.index > 0
+            gradient_of(entered) for entered in state.inputs if self.index > 0 and is_floating(entered)
         )
+
+    def _apply(self, inputs: tuple[Tensor, ...]) -> object:
+        """The module's outputs; a subclass may have somebody else call it."""
+        return self.module(*inputs)
+
+    def _differentiate(self, roots: Sequence[Tensor], grads: Sequence[Tensor] | None) -> None:
+        """Backward from `roots`; grads: None where the one root is the loss."""
+        torch.autograd.backward(roots, grads)
 
     def weight_backward(self, microbatch: int) -> None:
         """W: the weight gradients that I of `microbatch` left."""

@@ -31,6 +31,7 @@ class Activity(StrEnum):
     SEND_WAIT: handing a message over, and waiting for room or for its arrival.
     COLLECTIVE_WAIT: gathering parameters (UNSHARD), and what every rank waits for, the gradient norm.
     EXPERT_WAIT: tokens on their way to experts and back, as far as no computation hides it.
+    OFFLOAD_WAIT: activations on their way: out, before a forward that has no room, or back, before their backward.
     REDUCE: reducing gradients over the copies of a stage and over both ends of a tie.
     OPTIMIZER: clipping, the update, and publishing the new parameters.
     """
@@ -43,6 +44,7 @@ class Activity(StrEnum):
     SEND_WAIT = "send_wait"
     COLLECTIVE_WAIT = "collective_wait"
     EXPERT_WAIT = "expert_wait"
+    OFFLOAD_WAIT = "offload_wait"
     REDUCE = "reduce"
     OPTIMIZER = "optimizer"
 
@@ -73,6 +75,16 @@ class Interval(NamedTuple):
         return self.end_s - self.start_s
 
 
+class CopyInterval(NamedTuple):
+    """Activations on their way, beside what the rank does. kind: OFFLOAD or RELOAD. Times as in `Interval`."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
 class Inflation(NamedTuple):
     """What splitting the backward costs: the mean times of I + W and of B, summed over the stages that ran both."""
 
@@ -88,6 +100,7 @@ class Trace:
     pipeline_start_s, pipeline_end_s: from the first action to the end of the last gradient reduction.
     intervals: in the order of their ends, those within another one before it.
     peak_held_weight_grad_bytes: kept for deferred weight gradients, over all stages of the rank at once.
+    copies: of offloaded activations, in the order of their ends; no part of the account.
     """
 
     start_s: float = 0.0
@@ -97,6 +110,7 @@ class Trace:
     intervals: tuple[Interval, ...] = ()
     peak_live_activations: int = 0
     peak_held_weight_grad_bytes: int = 0
+    copies: tuple[CopyInterval, ...] = ()
 
     @property
     def pipeline_s(self) -> float:
@@ -207,6 +221,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
         self._marks: list[tuple[Activity, int, int | None, Any, Any]] = []
+        self._copies: list[CopyInterval] = []
         self.peak_live_activations = 0
         self.peak_held_weight_grad_bytes = 0
         self._start_s = time.perf_counter()
@@ -222,6 +237,10 @@ class Recorder:
     def add(self, activity: Activity, stage: int, microbatch: int | None, begin: Any) -> None:
         """An interval from `begin`, which `now` gave, until now: `record` without its overhead."""
         self._marks.append((activity, stage, microbatch, begin, self.now()))
+
+    def add_copy(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
+        """A copy from `start` to `end` on the host's clock (time.perf_counter); called by the thread that made it."""
+        self._copies.append(CopyInterval(kind, stage, microbatch, start - self._start_s, end - self._start_s))
 
     @property
     def num_intervals(self) -> int:
@@ -258,6 +277,7 @@ class Recorder:
             ),
             peak_live_activations=self.peak_live_activations,
             peak_held_weight_grad_bytes=self.peak_held_weight_grad_bytes,
+            copies=tuple(self._copies),
         )
 
     def now(self) -> Any:

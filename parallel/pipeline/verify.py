@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 
 from parallel.pipeline.action import SENDS, STAGE_WIDE, Action, Kind, Schedule
-from parallel.pipeline.arrays import Bools, Ints, Products, leaves_of, live, maxima, running
+from parallel.pipeline.arrays import KINDS, Bools, Ints, Products, leaves_of, live, maxima, running
 from parallel.pipeline.dependencies import RULES, ScheduleError, Value, receive_of, replay, send_of
 from parallel.pipeline.text import grid
 
@@ -57,7 +57,8 @@ def verify(
     and received once, in one order per channel; the lists come to their end with buffered sends (gloo), and with
     sends that wait for their receive on one in-order communicator per direction (NCCL); every use of a stage
     finds it unsharded, where the schedule unshards at all, and the end finds it resharded; each holder of a
-    stage reduces its gradients once, after the last; the holders of a stage run their collectives in one order.
+    stage reduces its gradients once, after the last; the holders of a stage run their collectives in one order;
+    activations that were moved out are back before their use.
 
     forward_only: the schedule of an evaluation, which has forwards and nothing of a backward. It keeps no activations.
 
@@ -86,6 +87,7 @@ class _Verifier:
             self._check_reductions()
         self._check_order(made_at, messages)
         unsharded = self._check_unsharded()
+        self._check_offloads()
         activations, held = live(leaves)
         if self.forward_only:
             activations = np.zeros_like(activations)
@@ -157,7 +159,6 @@ class _Verifier:
         for ranks in schedule.placement:
             holds[ranks, np.arange(num_stages)] = True
         rules: list[tuple[Bools, str]] = [
-            (leaves.where(Kind.OFFLOAD, Kind.RELOAD), "there is no rule for {kind} yet"),
             (~stage_exists, "{leaf} is on a stage outside 0..{last_stage}"),
             (is_wide & (leaves.microbatch != -1), "{kind} is on a whole stage and has no micro-batch"),
             (
@@ -338,6 +339,36 @@ class _Verifier:
             rank, stage = divmod(int(np.argmax(whole_at_end)), self.schedule.num_stages)
             self._fail(f"rank {rank} ends with stage {stage} unsharded")
         return maxima(leaves, running(leaves, change))
+
+    def _check_offloads(self) -> None:
+        """What leaves was made here before, comes back once, and is back before its I or B."""
+        leaves = self.leaves
+        moves = np.flatnonzero(leaves.where(Kind.OFFLOAD, Kind.RELOAD))
+        if not moves.size:
+            return
+        unit = leaves.stage * self.schedule.num_microbatches + leaves.microbatch
+        relevant = np.flatnonzero(leaves.where(Kind.F, Kind.B, Kind.I, Kind.OFFLOAD, Kind.RELOAD))
+        relevant = relevant[np.isin(unit[relevant], unit[moves])]
+        made, is_away = set[int](), set[int]()
+        for leaf, of_unit in zip(relevant.tolist(), unit[relevant].tolist(), strict=True):
+            kind = KINDS[leaves.kind[leaf]]
+            rule = None
+            if kind is Kind.F:
+                made.add(of_unit)
+            elif kind is Kind.OFFLOAD:
+                if of_unit not in made:
+                    rule = "moves out what is not there: its forward is not done, or its backward is"
+                elif of_unit in is_away:
+                    rule = "moves out what is out already"
+                is_away.add(of_unit)
+            elif kind is Kind.RELOAD:
+                rule = None if of_unit in is_away else "brings back what is not out"
+                is_away.discard(of_unit)
+            else:
+                rule = "uses activations that are out (RELOAD is missing)" if of_unit in is_away else None
+                made.discard(of_unit)
+            if rule is not None:
+                self._fail(f"{self._text(leaf)} {rule}", leaves.place(leaf))
 
     def _check_order(self, made_at: Ints, messages: _Messages | None) -> None:
         """The lists come to their end under each transport.

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel.fp8 import GRADIENTS, fp8_product
+
 
 class WeightGradSink(Protocol):
     """Where a linear layer's backward files what its weight gradient needs."""
@@ -141,9 +143,10 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink, fp8: bool
     ) -> Tensor:
-        out = F.linear(x, weight, bias)
+        out = _linear(x, weight, bias, fp8)
+        ctx.fp8 = fp8
         ctx.x_dtype = x.dtype
         # Under autocast the product is of a lower precision, and so is what its backward multiplies.
         ctx.save_for_backward(x.to(out.dtype))
@@ -152,27 +155,44 @@ class _SplitLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (grad_output,) = grad_outputs
         (x,) = ctx.saved_tensors
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.fp8:
+            grad_x = fp8_product(grad_output, ctx.weight.detach().t(), GRADIENTS)
+        elif ctx.needs_input_grad[0]:
             grad_x = grad_output.matmul(ctx.weight.to(grad_output.dtype)).to(ctx.x_dtype)
         ctx.sink.add(ctx.weight, ctx.bias, x, grad_output)
-        return grad_x, None, None, None
+        return grad_x, None, None, None, None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool) -> Tensor:
+    if not fp8:
+        return F.linear(x, weight, bias)
+    out = fp8_product(x, weight)
+    return out if bias is None else out + bias
 
 
 def split_linear(
-    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink | None
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    sink: WeightGradSink | None,
+    *,
+    fp8: bool = False,
 ) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> [..., out]; the weight gradient goes to `sink`.
 
-    Without a sink, or where no gradient is wanted, it is torch.nn.functional.linear.
+    Without a sink, or where no gradient is wanted, it is torch.nn.functional.linear. fp8: see parallel/fp8.py.
     """
-    if sink is None or not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return _linear(x, weight, bias, fp8)
+    if sink is None:
+        assert not fp8, "a product in fp8 has no weight gradient of its own"
         return F.linear(x, weight, bias)
     apply = cast(Callable[..., Tensor], _SplitLinear.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(x, weight, bias, sink)
+    return apply(x, weight, bias, sink, fp8)
 
 
 # What torch.nn.functional.grouped_mm takes: these types, and strides of so many bytes.

@@ -29,7 +29,15 @@ _PAIR = Refusal(first="zero_3", second="dualpipe", reason="a reason", remedy="a 
 
 def test_the_features_of_a_config() -> None:
     keys = [feature.key for feature in active_features(_DUALPIPE_ZERO_3)]
-    assert keys == ["tensor_parallel", "sequence_parallel", "pipeline_parallel", "dualpipe", "zero_3"]
+    assert keys == [
+        "tensor_parallel",
+        "sequence_parallel",
+        "pipeline_parallel",
+        "dualpipe",
+        "zero_3",
+        "not_1f1b",
+        "checkpoints",
+    ]
 
 
 def test_every_schedule_is_a_feature() -> None:
@@ -72,10 +80,12 @@ def test_lookup_in_either_order() -> None:
 
 
 def test_the_table_for_the_docs() -> None:
-    lines = to_markdown(refusals=[*REFUSALS, _PAIR]).splitlines()
-    assert len(lines) == 2 + len(FEATURES)
-    row = {line.split("|")[1].strip(): line for line in lines[2:]}
-    assert "refused: " in row["context parallelism"]
-    assert "everything but DualPipe, two copies (a reason)" in row["ZeRO-3"]
-    assert "everything but ZeRO-3 (a reason)" in row["DualPipe, two copies"]
-    assert "refused" not in row["tensor parallelism"].replace("that is not refused", "")
+    first, second = to_markdown(refusals=[*REFUSALS, _PAIR]).split("\n\n")
+    row = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in first.splitlines()[2:]}
+    assert len(row) == len(FEATURES)
+    assert row["context parallelism"] == "refused"
+    assert row["ZeRO-3"].endswith("DualPipe, two copies")
+    assert row["DualPipe, two copies"].startswith("all but ")
+    assert row["tensor parallelism"] == "all"
+    assert len(second.splitlines()) == 2 + len(REFUSALS) + 1
+    assert "| ZeRO-3 with DualPipe, two copies | a reason | a remedy |" in second

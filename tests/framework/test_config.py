@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_values_reach_their_dataclasses() -> None:
         ("zero.stage", 4, "must be one of 0, 1, 2, 3"),
         ("zero.stage", True, "must be one of 0, 1, 2, 3"),
         ("zero.stage", 2.0, "must be one of 0, 1, 2, 3"),
-        ("precision.compute", "bf61", "must be one of fp32, bf16 (did you mean 'bf16'?)"),
+        ("precision.compute", "bf61", "must be one of fp32, bf16, fp16 (did you mean 'bf16'?)"),
         ("logger.project", 3, "must be text"),
         ("deterministic", "yes", "must be true or false"),
         ("deterministic", 1, "must be true or false"),
@@ -80,6 +81,19 @@ def test_a_wrong_type_is_refused_not_converted(dotted: str, value: Any, rule: st
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("dotted", "value"),
+    [
+        ("optimizer.max_grad_norm", math.inf),
+        ("optimizer.base_lr", -math.inf),
+        ("schedule.costs.pair", math.nan),
+        ("schedule.costs.forward", [1.0, math.inf]),
+    ],
+)
+def test_every_number_is_finite(dotted: str, value: Any) -> None:
+    assert f"{dotted}={value}: must be finite" in _refusal(_mapping(dotted, value))
+
+
 def test_a_group_is_not_a_value() -> None:
     assert "zero=3: a group of values; set zero.stage" in _refusal({"zero": 3})
 
@@ -92,7 +106,7 @@ def test_a_group_is_not_a_value() -> None:
         ("parallel.tensor_parralel_size", "did you mean parallel.tensor_parallel_size?"),
         ("optimizer.lr", "did you mean optimizer.base_lr?"),
         ("shedule", "did you mean schedule?"),
-        ("zero.xyz", "zero has stage, reshard_after"),
+        ("zero.xyz", "zero has stage, engine, offload_parameters, reshard_after"),
         ("qqqq", "`counterflow train --cfg job` prints every key"),
     ],
 )
@@ -179,7 +193,7 @@ _HEADS_8_KV_4 = ModelConfig(hidden_size=64, num_heads=8, num_kv_heads=4, num_lay
                 "parallel": MeshConfig(data_parallel_size=4, expert_parallel_size=4),
                 "model": replace(_HEADS_8_KV_4, moe=MoEConfig(num_experts=6)),
             },
-            ["model.moe.num_experts=6: must be a multiple of", "try parallel.expert_parallel_size=3"],
+            ["model.moe.num_experts=6: must be a multiple of", "try parallel.expert_parallel_size=2"],
         ),
         (
             {

@@ -35,6 +35,8 @@ def test_message_bytes() -> None:
     assert message_bytes(halved) == 2 * 16 * 32 * 2 // 2
     whole = replace(halved, parallel=replace(halved.parallel, sequence_parallel=False))
     assert message_bytes(whole) == 2 * 16 * 32 * 2
+    rounded = tiny_config(data={"micro_batch_size": 2}, comm={"pipeline_payload": "bf16"})
+    assert message_bytes(rounded) == 2 * 16 * 32 * 2
 
 
 def test_stage_bytes() -> None:
@@ -63,6 +65,7 @@ def bytes_of_a_step(config: TrainConfig, run: RunContext) -> dict[str, float]:
         {"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2},
         {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": 0},
         {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": 3, "model": MIXTURES["mixtral"]},
+        {"pp": 2, "schedule": "dualpipe", "comm": {"pipeline_payload": "fp8"}},
     ],
     ids=str,
 )

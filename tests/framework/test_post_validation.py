@@ -77,9 +77,7 @@ def state_of(assembly: Assembly) -> list[Tensor]:
             for parameter in stage.module.parameters()
         ]
     tensors += [layer.router.state.bias for layer in moe_layers(assembly.modules)]
-    counts = [float(optimizer.num_steps)]
-    counts += [float(state["step"]) for state in optimizer._adamw.state.values()]
-    return [tensor.clone() for tensor in tensors] + [torch.tensor(counts)]
+    return [tensor.clone() for tensor in tensors] + [torch.tensor(float(optimizer.num_steps))]
 
 
 def spoil(optimizer: ModelOptimizer, factors: dict[int, float], rank: int | None) -> None:

@@ -67,7 +67,8 @@ def whole_state(assembly: Assembly) -> dict[str, Tensor]:
     for name, shape, offsets, tensor in (box for boxes in everyone for box in boxes):
         whole = found.setdefault(name, torch.full(shape, math.nan))
         part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))]
-        assert torch.isnan(part).all() or torch.equal(part, tensor), f"copies of {name} differ"
+        # Copies of an expert may be cut otherwise: parts of them may be there.
+        assert (torch.isnan(part) | (part == tensor)).all(), f"copies of {name} differ"
         part.copy_(tensor)
     assert not any(torch.isnan(tensor).any() for tensor in found.values())
     return found

@@ -35,7 +35,7 @@ def test_deepseek_v3() -> None:
     for shown in (
         "671.03 B",
         "36.63 B without the embedding",
-        "250.45 B a token",
+        "250.45 G a token",
         "58 x moe",
         "1 x MTP",
         "router",

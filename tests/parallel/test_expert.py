@@ -139,7 +139,7 @@ def test_placements() -> None:
     assert even_placement(6, 3) == ((0, 1), (2, 3), (4, 5))
     with pytest.raises(ValueError, match=r"expert_parallel_size=4: must divide model\.moe\.num_experts=6"):
         even_placement(6, 4)
-    for placement in (((0, 1), (2,)), ((0, 2),), ((0, 0, 1),)):
+    for placement in (((0, 1), (2,)), ((0, 2),), ((0, 0, 2),)):
         with pytest.raises(ValueError, match=r"one entry for each of the 1 ranks .* every expert"):
             ExpertParallel(axis=Axis(name="expert"), experts_by_rank=placement)
     with pytest.raises(ValueError, match=r"payload_dtype=torch.int8: one of torch.bfloat16"):

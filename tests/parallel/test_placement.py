@@ -181,6 +181,26 @@ def test_every_placement_holds_every_expert_and_keeps_groups_on_their_node(
             assert all(len(nodes) == 1 for nodes in nodes_of.values())
 
 
+@pytest.mark.parametrize(("share", "num_slots", "best"), [(0.4, 12, 1.1), (0.4, 8, None), (0.6, 12, None)])
+def test_a_very_hot_group_leaves_its_node_to_itself(share: float, num_slots: int, best: float | None) -> None:
+    """Eight groups of eight on two nodes of four ranks; where it can be no better the reason is held, too."""
+    layout = ExpertLayout(num_experts=64, num_ranks=8, num_slots=num_slots, num_nodes=2, num_groups=8)
+    loads = [share / 8 if expert < 8 else (1 - share) / 56 for expert in range(64)]
+    placed = place_experts([loads], layout)[0]
+    nodes = [{expert // 8 for experts in placed[at : at + 4] for expert in experts} for at in (0, 4)]
+    assert nodes[0].isdisjoint(nodes[1])
+    assert nodes[0] | nodes[1] == set(range(8))
+    found = imbalance(loads, placed)
+    if best is not None:
+        assert found < best
+    elif num_slots == 8:
+        # Without a spare slot every node has four groups: the hot one and three others.
+        assert found == pytest.approx(2 * (share + 3 * (1 - share) / 7))
+    else:
+        # The hot group alone is more than half of the load; with it is at least one more, the rest fills its node.
+        assert found == pytest.approx(2 * (share + (1 - share) / 7), rel=0.02)
+
+
 def test_copies_of_an_expert_are_on_different_ranks() -> None:
     layout = ExpertLayout(num_experts=8, num_ranks=4, num_slots=4)
     placed = place_experts([[100, 1, 1, 1, 1, 1, 1, 1]], layout)[0]

@@ -32,18 +32,22 @@ def stack(experts: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("num_copies", [0, 3])
 @pytest.mark.parametrize(
-    ("ep_size", "num_replicas", "num_slots"), [(2, 1, 2), (2, 3, 2), (4, 2, 3), (3, 4, 1)]
+    ("ep_size", "num_replicas", "num_slots"), [(2, 1, 2), (2, 3, 2), (4, 2, 3), (3, 4, 2)]
 )
 def test_every_rank_gets_what_it_is_to_hold(
-    ep_size: int, num_replicas: int, num_slots: int, sharded: bool
+    ep_size: int, num_replicas: int, num_slots: int, num_copies: int, sharded: bool
 ) -> None:
     held = holdings(ep_size, num_replicas, num_slots, sharded=sharded)
+    num_experts = ep_size * num_slots - num_copies
     for seed in range(10):
-        order = list(range(ep_size * num_slots))
         placements: list[tuple[tuple[int, ...], ...]] = []
         for _ in range(2):
-            random.Random(seed + 100 * len(placements)).shuffle(order)
+            generator = random.Random(seed + 100 * len(placements))
+            order = list(range(num_experts))
+            order += generator.choices(order, k=num_copies)
+            generator.shuffle(order)
             placements.append(
                 tuple(tuple(order[rank * num_slots : (rank + 1) * num_slots]) for rank in range(ep_size))
             )
@@ -66,6 +70,16 @@ def test_every_rank_gets_what_it_is_to_hold(
             assert memory[rank] == stack(after[each.ep_rank])[each.start : each.stop]
         if not sharded:
             assert all(held[move.source].axis == held[move.target].axis for move in moves)
+
+
+def test_copies_come_from_the_nearest_one() -> None:
+    held = holdings(4, 1, 2, sharded=False)
+    before = ((0, 1), (2, 3), (4, 5), (0, 6))
+    moves = plan_moves(before, ((0, 1), (2, 0), (4, 0), (0, 6)), held, NUMEL)
+    assert [(held[move.source].ep_rank, held[move.target].ep_rank) for move in moves] == [(0, 1), (3, 2)]
+    # A copy on the rank itself is one: nothing is sent.
+    (move,) = plan_moves(before, ((0, 0), (2, 3), (4, 5), (1, 6)), held, NUMEL)[:1]
+    assert move.source == move.target == 0
 
 
 def test_what_stays_is_not_moved() -> None:

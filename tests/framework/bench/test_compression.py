@@ -25,9 +25,7 @@ METHODS = {
 
 
 def measured(is_everywhere: bool) -> list[Row]:
-    return measure_compression(
-        "loopback", MODEL, METHODS, is_everywhere=is_everywhere, compute_s=0.0, repeats=1
-    )
+    return measure_compression(MODEL, METHODS, is_everywhere=is_everywhere, compute_s=0.0, repeats=1)
 
 
 @pytest.mark.parametrize("is_everywhere", [True, False])
@@ -46,6 +44,27 @@ def test_bytes_and_errors_of_a_models_gradient(ranks: RankPool, is_everywhere: b
     assert all(len(row.step_s) == 1 for row in rows.values())
 
 
+def in_turn() -> tuple[list[Row], list[float | None]]:
+    asked: list[float | None] = []
+    rows = measure_compression(
+        MODEL,
+        {NONE: CompressionConfig()},
+        rates=(None, 50.0),
+        set_rate=asked.append,
+        is_everywhere=True,
+        compute_s=0.0,
+        repeats=2,
+    )
+    return rows, asked
+
+
+def test_links_are_limited_and_freed_in_turn(ranks: RankPool) -> None:
+    for rows, asked in ranks.run(in_turn, 2):
+        assert [row.mbit_per_s for row in rows] == [None, 50.0]
+        assert all(len(row.step_s) == 2 for row in rows)
+        assert asked == [50.0, None, None, 50.0, 50.0, None]
+
+
 def test_the_gradient_is_the_models() -> None:
     shapes, gradient = model_gradient(MODEL, 4, seed=0)
     assert gradient.numel() % 4 == 0
@@ -60,7 +79,7 @@ def test_the_gradient_is_the_models() -> None:
 def test_a_slow_link_adds_its_bytes() -> None:
     row = Row(
         method="int8",
-        link="loopback",
+        mbit_per_s=None,
         num_elements=1,
         sent_bytes=1_000_000,
         fp32_bytes=4_000_000,

@@ -50,6 +50,16 @@ def test_a_log_gets_a_line_now_and_then_and_the_table() -> None:
     assert "steps              30 in 1:15" in text
 
 
+def test_a_skipped_step_is_said_at_once_and_counted_at_the_end() -> None:
+    console = ConsoleSink(30, stream=(stream := io.StringIO()), every=10)
+    for step in range(5):
+        console.log(record(step, skipped="the loss is nan (1 in a row, 1 in all)" if step == 3 else None))
+    console.summary(replace(SUMMARY, num_skipped=1))
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "step 4 skipped: the loss is nan (1 in a row, 1 in all)"
+    assert "steps skipped      1" in lines
+
+
 def test_a_long_path_is_never_cut() -> None:
     path = "/a-long-folder" * 30 + "/[x]"
     console = ConsoleSink(1, stream=(stream := io.StringIO()))

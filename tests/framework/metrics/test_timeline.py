@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +30,7 @@ from parallel.pipeline.draw import COLOURS
 from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
 from parallel.pipeline.simulate import Costs, simulate
-from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Clock, Interval, Trace
+from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Clock, CopyInterval, Interval, Trace
 
 UNIT_S = 0.01
 SVG = "{http://www.w3.org/2000/svg}"
@@ -86,6 +87,15 @@ def test_the_simulation_takes_what_was_measured(timeline: Timeline) -> None:
     assert timeline.work_inflation == (pytest.approx(1.0) if timeline.schedule.name == "dualpipe" else None)
 
 
+def test_ranks_go_by_their_number_in_the_run_and_other_pipelines_are_told_of(timeline: Timeline) -> None:
+    ranks = tuple(range(0, 2 * len(timeline.traces), 2))
+    texts = [text.text for text in scene(replace(timeline, global_ranks=ranks, num_pipelines=2), "run").texts]
+    assert any("(one of 2 pipelines)" in text for text in texts)
+    for rank in ranks:
+        assert any(re.match(rf"rank {rank}( |$)", text) for text in texts), rank
+    assert not any("pipelines" in text.text for text in scene(timeline, "run").texts)
+
+
 def test_accounts_add_up_to_the_step(timeline: Timeline) -> None:
     for account in timeline.accounts():
         assert sum(account.values()) == pytest.approx(timeline.step_s, abs=1e-6)
@@ -114,6 +124,19 @@ def test_the_file_reads_back(timeline: Timeline, tmp_path: Path) -> None:
     stored = json.loads(paths["json"].read_text())
     starts = [start for rank in stored["ranks"] for start, _ in rank["simulated"]]
     assert starts == [round(each.start * 1e9) for each in timeline.simulation.intervals]
+
+
+def test_copies_of_activations_are_kept_and_drawn(tmp_path: Path) -> None:
+    whole = timeline_of("1f1b", 2, 4)
+    copies = (CopyInterval("OFFLOAD", 0, 1, 0.25, 0.5), CopyInterval("RELOAD", 0, 1, 0.5, 0.75))
+    moved = replace(whole, traces=(replace(whole.traces[0], copies=copies), *whole.traces[1:]))
+    path = tmp_path / "timeline.json"
+    path.write_text(to_json(moved))
+    assert read_timeline(path).traces[0].copies == copies
+    events = [event for event in trace_events(moved)["traceEvents"] if event.get("cat") == "copy"]
+    assert [(event["name"], event["dur"]) for event in events] == [("OFFLOAD1", 250_000), ("RELOAD1", 250_000)]
+    assert events[0]["tid"] != events[1]["tid"]
+    assert moved.traces[0].account() == whole.traces[0].account()
 
 
 @pytest.mark.parametrize("damage", ["cut", "version", "other"])

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Axis, ByteMeter
+from parallel.compress.codec import codec_of
 from parallel.compress.gradients import GradientReduction
+from parallel.compress.pieces import PIECE_ELEMENTS
 from parallel.compress.reduction import fp32_bytes
 from parallel.compress_config import CompressionConfig
 from tests.rank_pool import RankPool
@@ -110,6 +112,30 @@ def test_one_sum_is_within_the_bound(
     second = (float(expected.abs().max()) + first) * share if is_everywhere else 0.0
     difference = (got - expected).abs().max()
     assert 0 < difference <= first + second + 1e-5
+
+
+LONG = 2 * (PIECE_ELEMENTS + 1000)
+
+
+def long_gradient(rank: int) -> Tensor:
+    return torch.randn(LONG, generator=torch.Generator().manual_seed(rank))
+
+
+def sum_of_several_pieces() -> Tensor:
+    axis = Axis(group=dist.group.WORLD, name="data")
+    out = torch.empty(LONG // 2)
+    reduce = GradientReduction(
+        CompressionConfig(method="int8"), axis, shapes=[(LONG,)], num_elements=LONG, is_everywhere=False
+    )
+    reduce.start(long_gradient(axis.rank), out).wait()
+    return out
+
+
+def test_a_long_row_is_summed_as_if_it_were_encoded_at_once(ranks: RankPool) -> None:
+    codec = codec_of(CompressionConfig(method="int8"))
+    for rank, out in enumerate(ranks.run(sum_of_several_pieces, 2)):
+        own, others = (long_gradient(each).view(2, -1)[rank] for each in (rank, 1 - rank))
+        assert torch.equal(out, own + codec.decode(codec.encode(others[None]), LONG // 2)[0])
 
 
 @pytest.mark.parametrize("is_everywhere", [True, False])

@@ -14,6 +14,7 @@ from parallel.collectives import ByteMeter
 from parallel.pipeline.action import Kind
 from parallel.pipeline.api import build_pipeline
 from parallel.pipeline.p2p import Channel, Transport, pieces_of, specs_of
+from parallel.pipeline.payload import payload_of
 from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -50,10 +51,14 @@ def payload(microbatch: int) -> tuple[Tensor, ...]:
     )
 
 
-def exchange(chunk_bytes: int | None, num_microbatches: int) -> tuple[int, list[tuple[Tensor, ...]]]:
+def exchange(
+    chunk_bytes: int | None, num_microbatches: int, precision: Any = "compute"
+) -> tuple[int, list[tuple[Tensor, ...]]]:
     """Rank 0 sends activations of differing shapes, rank 1 sends each back as a gradient; what came, bytes sent."""
     meter, group = ByteMeter(), dist.group.WORLD
-    transport = Transport(group, group, device=CPU, meter=meter, chunk_bytes=chunk_bytes)
+    transport = Transport(
+        group, group, device=CPU, meter=meter, chunk_bytes=chunk_bytes, payload=payload_of(precision)
+    )
     order = list(range(num_microbatches))
     received: dict[int, tuple[Tensor, ...]] = {}
     if transport.rank == 0:
@@ -88,6 +93,53 @@ def test_what_arrives_is_bitwise_what_was_sent(ranks: RankPool, chunk_bytes: int
         header_bytes = 64 * 8 if rank == 0 else 0
         payload_bytes = sum(tensor.nbytes for microbatch in range(3) for tensor in payload(microbatch))
         assert sent_bytes == payload_bytes + 3 * header_bytes, "chunks cost no bytes"
+
+
+def fp8(tensor: Tensor) -> Tensor:
+    """To the nearest e4m3 number, a row of at most 128 scaled so that its largest becomes 448."""
+    rows = tensor.float()
+    scale = rows.abs().amax(-1, keepdim=True) / 448
+    return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 40])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_numbers_are_rounded_on_their_way(ranks: RankPool, precision: str, chunk_bytes: int | None) -> None:
+    """There and, of the gradient, back; whole numbers, single ones and the header are left alone."""
+    (sent_there, came_back), (sent_back, came) = ranks.run(exchange, 2, chunk_bytes, 3, precision)
+    for microbatch in range(3):
+        expected: list[Tensor] = []
+        for tensor in payload(microbatch):
+            # A row of two would be no smaller in fp8, with its scale.
+            is_wide = precision == "bf16" or tensor.shape[-1:] > (2,)
+            is_rounded = tensor.is_floating_point() and tensor.numel() > 1 and is_wide
+            rounded = tensor.to(torch.bfloat16).to(tensor.dtype) if precision == "bf16" else fp8(tensor)
+            expected.append(rounded if is_rounded else tensor)
+        rtol, atol = (2**-7, 1e-6) if precision == "fp8" else (0.0, 0.0)
+        for tensor, wanted in zip(came[microbatch], expected, strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=rtol, atol=atol)
+        # Rounding what is rounded already changes nothing but, in fp8, the last bit of a scale.
+        for tensor, wanted in zip(came_back[microbatch], came[microbatch], strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=rtol, atol=atol)
+    # A row of 33 takes a scale of four bytes and 33 of numbers, filled up to a multiple of four.
+    rows = sum(2 * (9 + microbatch) for microbatch in range(3))
+    bytes_of_a_row = 3 * 2 * 33 if precision == "bf16" else 40 + 4 * 33 + 40
+    assert sent_back == rows * (bytes_of_a_row + 8 * 33) + 3 * 4
+    assert sent_there == sent_back + 3 * 64 * 8
+
+
+def test_a_number_that_is_not_finite_stays_so_on_the_wire() -> None:
+    for precision in ("bf16", "fp8"):
+        codec = payload_of(precision)  # type: ignore[arg-type]
+        assert codec is not None
+        tensor = torch.randn(3, 200)
+        tensor[1, 150] = torch.inf
+        shape, dtype = codec.on_wire((3, 200), torch.float32)
+        wire = codec.encode(tensor)
+        assert (tuple(wire.shape), wire.dtype) == (shape, dtype)
+        arrived = codec.decode(wire, (3, 200), torch.float32)
+        assert arrived[[0, 2]].isfinite().all()
+        assert not arrived[1].isfinite().all()
 
 
 class CountingGroup:

@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.offload.plan import add_offload
+from parallel.offload.sizes import UnitBytes
+from parallel.offload.timing import CopyModel
 from parallel.pipeline.action import Kind, Schedule
 from parallel.pipeline.config import CostsConfig
 from parallel.pipeline.generate import generate
@@ -186,3 +189,35 @@ def test_costs_from_the_config() -> None:
     costs = costs_from(CostsConfig(forward=2.0, input_gradient=3.0, weight_gradient=4.0, pair=7.0), 3)
     assert costs == Costs(forward=2.0, input_gradient=3.0, weight_gradient=4.0, pair=7.0)
     assert sum(simulate(generate("1f1b", 3, 3), costs).busy) == 3 * 3 * 9
+
+
+def test_copies_are_waited_for_where_they_must_be() -> None:
+    """By hand: one rank, F, I and W of 1 (so B of 2), units of 10 bytes, a budget of 20, 10 bytes copied in 2."""
+    schedule = parse(
+        "0F0 0OFFLOAD0 0F1 0F2 0OFFLOAD1 0B2 0RELOAD0 0B0 0RELOAD1 0B1", placement=((0,),), microbatches=3
+    )
+    model = CopyModel(sizes=[UnitBytes(kept=10, most=10)], budget_bytes=20, bytes_per_s=5.0)
+    found = simulate(schedule, Costs(), model)
+    # 0F2 waits for unit 0 to be out at 3; unit 1 leaves from 4 to 6, under 0B2, which ends at 6. Unit 0 is then back
+    # at 8. Unit 1 is asked for when 0B0 has ended at 10, and is back at 12.
+    assert found.starts == ((0.0, 1.0, 3.0, 4.0, 8.0, 12.0),)
+    assert [(str(copy.action), copy.start, copy.end) for copy in found.copies[0]] == [
+        ("0OFFLOAD0", 1.0, 3.0),
+        ("0OFFLOAD1", 4.0, 6.0),
+        ("0RELOAD0", 6.0, 8.0),
+        ("0RELOAD1", 10.0, 12.0),
+    ]
+    assert found.stall == (1.0 + 2.0 + 2.0,)
+    assert found.peak_bytes == (20,)
+    assert found.makespan == 14.0
+    assert simulate(schedule, Costs()).makespan == 9.0
+
+
+def test_without_a_rate_copies_take_no_time() -> None:
+    schedule = generate("gpipe", 2, 6)
+    sizes = [UnitBytes(kept=10, most=10)] * 2
+    moved = add_offload(lower(schedule, zero_stage=0), sizes, budget_bytes=30, policy="lru")
+    found = simulate(moved, Costs(), CopyModel(sizes=sizes, budget_bytes=30))
+    assert found.makespan == simulate(schedule, Costs()).makespan
+    assert found.stall == (0.0, 0.0)
+    assert max(found.peak_bytes) <= 30

@@ -57,7 +57,6 @@ def test_the_memory_bound_holds() -> None:
         (("0F0 0W0 0I0", "1F0 1B0"), "rank 0 at 0W0 waits for 0I0 of rank 0"),
         (("0F0 0B0 2F0", "1F0 1B0"), r"2F0 is on a stage outside 0\.\.1"),
         (("0F0 0B0 0F1", "1F0 1B0"), r"0F1 has a micro-batch outside 0\.\.0"),
-        (("0F0 0B0", "1F0 1B0 1OFFLOAD0"), "no rule for OFFLOAD"),
         (("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1REDUCE_GRAD"), "1SEND_B0 is missing"),
         (
             ("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0"),
@@ -93,6 +92,30 @@ def test_messages(rows: tuple[str, str], message: str) -> None:
         verify(schedule)
     assert "rank 0" in str(error.value)
     assert "step 0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("moves", "message"),
+    [
+        ("0F0 0SEND_F0 0RECV_B0 0B0 0OFFLOAD0", "0OFFLOAD0 moves out what is not there"),
+        ("0OFFLOAD0 0F0 0SEND_F0 0RELOAD0 0RECV_B0 0B0", "0OFFLOAD0 moves out what is not there"),
+        ("0F0 0SEND_F0 0OFFLOAD0 0OFFLOAD0 0RELOAD0 0RECV_B0 0B0", "moves out what is out already"),
+        ("0F0 0SEND_F0 0RELOAD0 0RECV_B0 0B0", "0RELOAD0 brings back what is not out"),
+        (
+            "0F0 0SEND_F0 0OFFLOAD0 0RECV_B0 0B0 0RELOAD0",
+            r"0B0 uses activations that are out \(RELOAD is missing",
+        ),
+        ("0F0 0SEND_F0 0OFFLOAD0 0RELOAD0 0RECV_B0 0B0", None),
+    ],
+)
+def test_activations_are_back_before_their_use(moves: str, message: str | None) -> None:
+    other = "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD"
+    schedule = parse(f"{moves} 0REDUCE_GRAD", other, placement=((0, 1),), microbatches=1)
+    if message is None:
+        verify(schedule)
+        return
+    with pytest.raises(ScheduleError, match=message):
+        verify(schedule)
 
 
 def test_one_channel_has_one_order() -> None:

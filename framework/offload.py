@@ -1,0 +1,110 @@
+"""What a run offloads: the config's budget in bytes, the schedule with what leaves and comes back, who moves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.recompute import computes_on_cpu, peak_activation_bytes, recompute_plan, unit_bytes
+from parallel.offload.plan import add_offload, without_offload
+from parallel.offload.sizes import UnitBytes
+from parallel.offload.timing import CopyModel
+from parallel.pipeline.action import Schedule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from framework.config import TrainConfig
+    from parallel.offload.offloader import Offloader
+
+# What is planned with is larger than the cost model's figure by this share: it leaves out tables and small tensors.
+MARGIN = 0.02
+
+
+def budget_bytes(
+    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
+) -> int | None:
+    """What a rank may hold of activations; None: all it makes. schedule: lowered."""
+    offload = config.offload
+    if not offload.is_active:
+        return None
+    if offload.budget_share is None:
+        return offload.budget_bytes
+    on_cpu = computes_on_cpu() if on_cpu is None else on_cpu
+    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    peaks = peak_activation_bytes(
+        config, without_offload(schedule), plan, vocab_size=vocab_size, on_cpu=on_cpu
+    )
+    return math.floor(offload.budget_share * max(peaks))
+
+
+def planned_bytes(
+    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
+) -> tuple[UnitBytes, ...]:
+    """Of each stage, the bytes of one micro-batch that moves are planned with."""
+    on_cpu = computes_on_cpu() if on_cpu is None else on_cpu
+    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    return tuple(
+        UnitBytes(kept=math.ceil((1 + MARGIN) * size.kept), most=math.ceil((1 + MARGIN) * size.most))
+        for size in unit_bytes(config, schedule, plan, vocab_size=vocab_size, on_cpu=on_cpu)
+    )
+
+
+def offloaded(
+    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
+) -> Schedule:
+    """The lowered `schedule` with OFFLOAD and RELOAD; itself where everything stays.
+
+    Raises ValueError: where a rank cannot keep within the budget.
+    """
+    budget = budget_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    if budget is None or config.offload.policy == "none":
+        return schedule
+    sizes = planned_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    return add_offload(schedule, sizes, budget_bytes=budget, policy=config.offload.policy)
+
+
+def copy_model(config: TrainConfig, schedule: Schedule, *, vocab_size: int) -> CopyModel | None:
+    """What a simulation of the offloaded `schedule` counts copies with; None: everything stays."""
+    budget = budget_bytes(config, schedule, vocab_size=vocab_size)
+    if budget is None:
+        return None
+    sizes = planned_bytes(config, schedule, vocab_size=vocab_size)
+    return CopyModel(sizes=sizes, budget_bytes=budget, bytes_per_s=config.offload.copy_bytes_per_s)
+
+
+def offloader_for(
+    config: TrainConfig,
+    schedule: Schedule,
+    modules: Mapping[int, nn.Module],
+    *,
+    vocab_size: int,
+    device: torch.device,
+) -> Offloader | None:
+    """What moves the activations of this rank's stages; None: they stay. schedule: lowered.
+
+    Raises OSError: where offload.folder takes no file.
+    """
+    from parallel.offload.offloader import Offloader
+    from parallel.offload.tier import DiskTier, HostTier
+
+    on_cpu = device.type == "cpu"
+    budget = budget_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    if budget is None:
+        return None
+    sizes = planned_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    offload = config.offload
+    is_disk = offload.tier == "disk"
+    folder = Path(offload.folder or config.launcher.runs_dir)
+    return Offloader(
+        DiskTier(folder) if is_disk else HostTier(pinned=not on_cpu),
+        device=device,
+        budget_bytes=budget,
+        min_bytes=offload.min_bytes,
+        unit_bytes={stage: sizes[stage].kept for stage in modules},
+        stay=[tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())],
+        bytes_per_s=offload.copy_bytes_per_s,
+    )
