@@ -266,7 +266,9 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
         step_s=step_s,
         num_tokens=num_tokens,
         num_microbatches=batch.num_microbatches,
-        padding_share=assembly.train.padding_share(outcome.step) if config.data.batching == "documents" else None,
+        padding_share=assembly.train.padding_share(outcome.step)
+        if config.data.batching == "documents"
+        else None,
         tokens_per_s=num_tokens / step_s,
         samples_per_s=num_samples / step_s,
         model_tflops_per_rank=flops_per_s / 1e12,

@@ -90,7 +90,9 @@ def test_without_deepspeed_it_is_said_before_a_rank_starts(monkeypatch: pytest.M
 
 
 def test_one_bit_adam_is_refused_with_what_there_is_instead() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.name=onebit_adam: .*has it no more.*compression=onebit"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer.name=onebit_adam: .*has it no more.*compression=onebit"
+    ):
         tiny_config(optimizer={"name": "onebit_adam"})
 
 

@@ -134,7 +134,10 @@ def test_copies_of_activations_are_kept_and_drawn(tmp_path: Path) -> None:
     path.write_text(to_json(moved))
     assert read_timeline(path).traces[0].copies == copies
     events = [event for event in trace_events(moved)["traceEvents"] if event.get("cat") == "copy"]
-    assert [(event["name"], event["dur"]) for event in events] == [("OFFLOAD1", 250_000), ("RELOAD1", 250_000)]
+    assert [(event["name"], event["dur"]) for event in events] == [
+        ("OFFLOAD1", 250_000),
+        ("RELOAD1", 250_000),
+    ]
     assert events[0]["tid"] != events[1]["tid"]
     assert moved.traces[0].account() == whole.traces[0].account()
 
