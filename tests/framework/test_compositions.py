@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from framework.compositions import (
-    FEATURES,
-    REFUSALS,
-    Refusal,
-    active_features,
-    refusal_of,
-    refused,
-    to_markdown,
-)
+from framework.compositions import REFUSALS, Refusal, refused, to_markdown
 from framework.config import TrainConfig
+from framework.features import FEATURES, active_features
 from parallel.mesh import MeshConfig
 from parallel.pipeline.config import ScheduleConfig
 from parallel.pipeline.generate import GENERATORS
@@ -70,13 +63,6 @@ def test_a_pair_is_refused_only_together() -> None:
         "a remedy"
     )
     assert refused(replace(_DUALPIPE_ZERO_3, zero=ZeroConfig(stage=2)), [_PAIR]) == []
-
-
-def test_lookup_in_either_order() -> None:
-    assert refusal_of("dualpipe", "zero_3", [_PAIR]) is _PAIR
-    assert refusal_of("zero_3", "dualpipe", [_PAIR]) is _PAIR
-    assert refusal_of("zero_3", "zero_3", [_PAIR]) is None
-    assert refusal_of("context_parallel", "context_parallel") is not None
 
 
 def test_the_table_for_the_docs() -> None:
