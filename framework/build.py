@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from torch import nn
 
 from framework.apex import KernelChoice, KernelUse, choose_kernel
 from framework.apex_kernels import ApexAdamW, use_apex_norms
+from framework.assembly import Assembly, Axes, ExpectedBubbles
 from framework.bf16_states import StochasticBf16AdamW
 from framework.config import TrainConfig
 from framework.config_rules import build_schedule, next_num_microbatches
-from framework.costs import schedule_costs
 from framework.data.batch_plan import BatchPlan, BatchRampConfig
 from framework.data.documents import DocumentLoader
 from framework.data.loader import BatchLoader, StepData, TokenDataset
@@ -32,7 +32,6 @@ from framework.recompute import as_executed, recompute_plan
 from framework.step_guard import StepGuard, StepUndo
 from framework.updaters import Updater, updater_of
 from models.config import ModelConfig
-from models.cost import model_cost
 from models.fp8 import use_fp8
 from models.partition import partition
 from models.transformer import TransformerStage
@@ -44,7 +43,6 @@ from parallel.pipeline.action import Schedule
 from parallel.pipeline.overlap import Interleaver
 from parallel.pipeline.payload import payload_of
 from parallel.pipeline.runtime import Runtime
-from parallel.pipeline.simulate import bubble_formula, simulate
 from parallel.pipeline.stage import Stage
 from parallel.pipeline.verify import verify
 from parallel.zero import ShardedStage
@@ -52,85 +50,6 @@ from parallel.zero import ShardedStage
 logger = logging.getLogger(__name__)
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERT_PAYLOAD_DTYPES = {"compute": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The mesh axes that collectives of the trainer run over, one byte meter for all."""
-
-    tensor: Axis
-    replica: Axis
-    expert: Axis
-    expert_replica: Axis
-    ends: Axis
-    world: Axis
-    meter: ByteMeter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedBubble:
-    """The bubble that theory gives for the schedule's configured costs; simulated_span: by span, not makespan."""
-
-    simulated: float
-    simulated_span: float
-    formula: float | None
-
-
-class ExpectedBubbles:
-    """The `ExpectedBubble` of each schedule of a run, worked out once for each number of micro-batches."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._found: dict[int, ExpectedBubble] = {}
-
-    def of(self, schedule: Schedule) -> ExpectedBubble:
-        """`schedule` is the one that the run executes for its number of micro-batches."""
-        count = schedule.num_microbatches
-        if count not in self._found:
-            self._found[count] = expected_bubble(self._config, schedule)
-        return self._found[count]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
-    """Everything one rank trains with. `validation` is None where nothing is held out.
-
-    undo: what a step that is skipped has changed; None: none is. kernels: what computes updates and norms, by use.
-    balancer: None where experts stay where they are.
-    schedule: of a step with the full batch; while it grows, `runtime.schedule_for` has that of each size.
-    """
-
-    config: TrainConfig
-    mesh: Mesh
-    axes: Axes
-    schedule: Schedule
-    stages: dict[int, ShardedStage]
-    runtime: Runtime
-    optimizer: ModelOptimizer
-    train: StepData
-    validation: BatchLoader | None
-    num_validation_batches: int
-    vocab_size: int
-    expected_bubbles: ExpectedBubbles
-    device: torch.device
-    balancer: Balancer | None = None
-    undo: StepUndo | None = None
-    kernels: dict[str, str] = field(default_factory=dict)
-
-    def training_flops_per_token(self, context: float) -> int:
-        """Of a token in a sample of `context` tokens."""
-        cost = model_cost(self.config.model, seq_length=round(context), vocab_size=self.vocab_size)
-        return cost.training_flops_per_token
-
-    @property
-    def guard(self) -> StepGuard:
-        """What decides whether a step is made."""
-        return self.optimizer.guard
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The stages of this rank, in order."""
-        return [stage.module for stage in self.runtime.stages.values()]
 
 
 def start_process_group(config: TrainConfig, local_rank: int) -> torch.device:
@@ -161,16 +80,7 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     schedule = lowered(config.schedule.num_microbatches)
     verify(schedule)
     mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
-    meter = ByteMeter()
-    axes = Axes(
-        tensor=Axis(group=mesh.tensor, name="tensor", meter=meter),
-        replica=Axis(group=mesh.replica, name="data", meter=meter),
-        expert=Axis(group=mesh.expert, name="expert", meter=meter),
-        expert_replica=Axis(group=mesh.expert_replica, name="expert_data", meter=meter),
-        ends=Axis(group=mesh.ends, name="pipeline", meter=meter),
-        world=Axis(group=mesh.world, name="world", meter=meter),
-        meter=meter,
-    )
+    axes = _axes_of(mesh)
     slices = partition(
         config.model, schedule.num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size
     )
@@ -205,28 +115,9 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
                 module, config, mesh, tensor=axes.tensor, world=axes.world, device=device
             )
             continue
-        if config.precision.linear == "fp8":
-            problem = why_no_fp8(device)
-            if problem is not None:
-                raise ValueError(f"precision.linear=fp8: {problem}; set precision.linear=compute")
-            use_fp8(module)
-        if kernels["norm"].kernel == "apex":
-            use_apex_norms(module)
-        stages[index] = ShardedStage(
-            module,
-            config.zero,
-            replica=axes.replica,
-            tensor=axes.tensor,
-            expert_replica=axes.expert_replica,
-            expert=axes.expert,
-            dtype=COMPUTE_DTYPES[config.precision.compute],
-            device=device,
-            seed=config.seed,
-            is_tied=schedule.num_stages > 1 and has_tie(config.model),
-            compression=config.compression,
-            host_masters=config.optimizer.offload.tier == "host" and device.type != "cpu",
-            reduce_dtype=COMPUTE_DTYPES[config.precision.reduce],
-        )
+        _choose_kernels(module, config, kernels["norm"], device)
+        is_tied = schedule.num_stages > 1 and has_tie(config.model)
+        stages[index] = _sharded(module, config, axes, is_tied=is_tied, device=device)
         runtime_stages[index] = Stage(index, module, stages[index])
     runtime = Runtime(
         runtime_stages,
@@ -234,7 +125,7 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         group=mesh.pipeline,
         reverse_group=mesh.pipeline_reverse,
         device=device,
-        meter=meter,
+        meter=axes.meter,
         reschedule=lowered,
         p2p_chunk_bytes=config.comm.p2p_chunk_bytes,
         p2p_payload=payload_of(config.comm.pipeline_payload),
@@ -288,6 +179,49 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         if guard.can_skip
         else None,
         kernels=named_kernels(kernels, optimizer, is_first=mesh.rank == 0),
+    )
+
+
+def _axes_of(mesh: Mesh) -> Axes:
+    meter = ByteMeter()
+    return Axes(
+        tensor=Axis(group=mesh.tensor, name="tensor", meter=meter),
+        replica=Axis(group=mesh.replica, name="data", meter=meter),
+        expert=Axis(group=mesh.expert, name="expert", meter=meter),
+        expert_replica=Axis(group=mesh.expert_replica, name="expert_data", meter=meter),
+        ends=Axis(group=mesh.ends, name="pipeline", meter=meter),
+        world=Axis(group=mesh.world, name="world", meter=meter),
+        meter=meter,
+    )
+
+
+def _choose_kernels(module: nn.Module, config: TrainConfig, norm: KernelChoice, device: torch.device) -> None:
+    if config.precision.linear == "fp8":
+        problem = why_no_fp8(device)
+        if problem is not None:
+            raise ValueError(f"precision.linear=fp8: {problem}; set precision.linear=compute")
+        use_fp8(module)
+    if norm.kernel == "apex":
+        use_apex_norms(module)
+
+
+def _sharded(
+    module: TransformerStage, config: TrainConfig, axes: Axes, *, is_tied: bool, device: torch.device
+) -> ShardedStage:
+    return ShardedStage(
+        module,
+        config.zero,
+        replica=axes.replica,
+        tensor=axes.tensor,
+        expert_replica=axes.expert_replica,
+        expert=axes.expert,
+        dtype=COMPUTE_DTYPES[config.precision.compute],
+        device=device,
+        seed=config.seed,
+        is_tied=is_tied,
+        compression=config.compression,
+        host_masters=config.optimizer.offload.tier == "host" and device.type != "cpu",
+        reduce_dtype=COMPUTE_DTYPES[config.precision.reduce],
     )
 
 
@@ -397,24 +331,6 @@ def expert_parallel(
         num_nodes=config.balance.num_nodes,
         point=point,
         payload_dtype=EXPERT_PAYLOAD_DTYPES[config.comm.expert_payload],
-    )
-
-
-def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
-    """The bubbles of `schedule`, as it is executed, at the configured costs; and its published formula's."""
-    costs = schedule_costs(config, schedule)
-    formula = bubble_formula(
-        schedule.name,
-        schedule.num_ranks,
-        schedule.num_microbatches,
-        costs,
-        num_chunks=schedule.num_stages // schedule.num_ranks,
-    )
-    simulation = simulate(schedule, costs)
-    return ExpectedBubble(
-        simulated=simulation.bubble_makespan,
-        simulated_span=simulation.bubble_span,
-        formula=None if formula is None else formula.fraction,
     )
 
 

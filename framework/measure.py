@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.build import COMPUTE_DTYPES, Assembly
+from framework.assembly import Assembly
+from framework.build import COMPUTE_DTYPES
 from framework.metrics.config import LoggerConfig
 from framework.metrics.hardware import device_name, peak_flops
 from framework.metrics.record import MoERecord, OffloadRecord, StepRecord

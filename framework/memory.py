@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from framework.activations import saved_bytes
-from framework.build import Assembly, build, start_process_group
+from framework.assembly import Assembly
+from framework.build import build, start_process_group
 from framework.config import TrainConfig
 from framework.recompute import peak_activation_bytes, recompute_plan
 from framework.run import RunContext
-from framework.train import seed_everything, train_step
+from framework.step import train_step
+from framework.train import seed_everything
 from parallel.pipeline.simulate import peak_live
 
 

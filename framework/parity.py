@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.assembly import Assembly
 from framework.balance_config import BalanceConfig
-from framework.build import Assembly, build, start_process_group
+from framework.build import build, start_process_group
 from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.storage import load, save
 from framework.config import TrainConfig
 from framework.run import RunContext
-from framework.train import forward_backward, learning_rate_of, seed_everything
+from framework.step import forward_backward, learning_rate_of
+from framework.train import seed_everything
 from models.recompute import RecomputeConfig
 from parallel.collectives import all_reduce
 from parallel.mesh import MeshConfig

@@ -26,7 +26,7 @@ from parallel.placement import ExpertLayout, ExpertsByRank, aligned, imbalance, 
 from parallel.relocate import Holding, plan_moves
 
 if TYPE_CHECKING:
-    from framework.build import Assembly
+    from framework.assembly import Assembly
     from framework.config import TrainConfig
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from framework.build import Assembly
+from framework.assembly import Assembly
 from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
 from framework.checkpoint.rng import rng_state, set_rng_state

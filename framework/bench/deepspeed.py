@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from framework.build import Assembly, build
+from framework.assembly import Assembly
+from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
-from framework.train import evaluate, seed_everything, train_step
+from framework.step import evaluate, train_step
+from framework.train import seed_everything
 
 # The bound for fp32, over all steps, as a plain difference of losses of about ln(vocabulary).
 LOSS_TOLERANCE = 1e-4

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from framework.activations import saved_bytes
+from framework.assembly import Assembly
 from framework.bench.config import MemoryBenchConfig
-from framework.build import Assembly, build
+from framework.build import build
 from framework.config import TrainConfig
 from framework.config_mapping import from_mapping
 from framework.config_rules import check
@@ -23,7 +24,7 @@ from framework.data.prepare import PreparedData
 from framework.metrics.timeline import measured_costs
 from framework.offload import budget_bytes
 from framework.recompute import peak_activation_bytes, recompute_plan, unit_bytes
-from framework.train import forward_backward
+from framework.step import forward_backward
 from models.recompute import RecomputeConfig
 from parallel.offload.plan import without_offload
 from parallel.offload.sizes import UnitBytes

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from framework.assembly import Assembly
 from framework.brakes import BrakesConfig, BrakesState, accepted, exceeded, robust_z, skipped, why_skipped
-from framework.build import Assembly, build
+from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
 from framework.metrics.record import StepRecord

@@ -15,7 +15,7 @@ from framework.config_rules import build_schedule
 from framework.costs import message_bytes, schedule_costs, stage_bytes
 from framework.data.prepare import PreparedData
 from framework.run import RunContext
-from framework.train import train_step
+from framework.step import train_step
 from models.cost import layer_forward_flops
 from models.partition import partition
 from parallel.pipeline.action import Kind

@@ -16,7 +16,7 @@ from framework.memory import RankMemory, measure
 from framework.optimizer_config import OptimizerConfig
 from framework.optimizer_offload_config import OptimizerOffloadConfig
 from framework.run_checkpoint import resume, save_state
-from framework.train import train_step
+from framework.step import train_step
 from framework.updaters import TorchAdamW
 from tests.framework.test_updaters import parts_of, run_updater
 from tests.rank_pool import RankPool

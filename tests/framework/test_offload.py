@@ -19,7 +19,8 @@ from framework.measure import step_record
 from framework.metrics.record import OffloadRecord, StepRecord
 from framework.offload import budget_bytes
 from framework.run import RunContext
-from framework.train import forward_backward, learning_rate_of, seed_everything, train_step
+from framework.step import forward_backward, learning_rate_of, train_step
+from framework.train import seed_everything
 from parallel.offload.offloader import OffloadReport
 from parallel.offload_config import OffloadConfig
 from parallel.pipeline.action import Kind

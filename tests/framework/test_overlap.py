@@ -12,7 +12,8 @@ from torch import Tensor
 from framework.build import build
 from framework.data.prepare import PreparedData
 from framework.measure import step_record
-from framework.train import seed_everything, train_step
+from framework.step import train_step
+from framework.train import seed_everything
 from parallel.pipeline.action import Kind
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, tiny_config

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.build import Assembly, build
+from framework.assembly import Assembly
+from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
 from framework.memory import measure

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework import rebalance
+from framework.assembly import Assembly
 from framework.balance_config import BalanceConfig
-from framework.build import Assembly, build
+from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
 from framework.errors import ConfigError

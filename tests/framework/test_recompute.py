@@ -18,7 +18,8 @@ from framework.data.prepare import PreparedData
 from framework.errors import ConfigError
 from framework.recompute import as_executed, as_text, peak_activation_bytes, recompute_plan
 from framework.run import RunContext
-from framework.train import forward_backward, learning_rate_of, seed_everything
+from framework.step import forward_backward, learning_rate_of
+from framework.train import seed_everything
 from models.cost import recomputed_flops
 from models.recompute import NOTHING, RecomputeConfig
 from parallel.pipeline.trace import Recorder

@@ -16,7 +16,8 @@ from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
 from framework.run import RunContext
 from framework.run_checkpoint import resume, save_if_due
-from framework.train import evaluate, seed_everything, train
+from framework.step import evaluate
+from framework.train import seed_everything, train
 from tests.rank_pool import RankPool
 from tests.tiny import run_context, tiny_config
 

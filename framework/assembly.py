@@ -1,0 +1,119 @@
+"""What one rank trains with, as records: filled in by build.py, read by the loop and all that measures or saves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from framework.config import TrainConfig
+from framework.costs import schedule_costs
+from framework.data.loader import BatchLoader, StepData
+from framework.optimizer import ModelOptimizer
+from framework.rebalance import Balancer
+from framework.step_guard import StepGuard, StepUndo
+from models.cost import model_cost
+from parallel.collectives import Axis, ByteMeter
+from parallel.mesh import Mesh
+from parallel.pipeline.action import Schedule
+from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.simulate import bubble_formula, simulate
+from parallel.zero import ShardedStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The mesh axes that collectives of the trainer run over, one byte meter for all."""
+
+    tensor: Axis
+    replica: Axis
+    expert: Axis
+    expert_replica: Axis
+    ends: Axis
+    world: Axis
+    meter: ByteMeter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedBubble:
+    """The bubble that theory gives for the schedule's configured costs; simulated_span: by span, not makespan."""
+
+    simulated: float
+    simulated_span: float
+    formula: float | None
+
+
+class ExpectedBubbles:
+    """The `ExpectedBubble` of each schedule of a run, worked out once for each number of micro-batches."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._found: dict[int, ExpectedBubble] = {}
+
+    def of(self, schedule: Schedule) -> ExpectedBubble:
+        """`schedule` is the one that the run executes for its number of micro-batches."""
+        count = schedule.num_microbatches
+        if count not in self._found:
+            self._found[count] = expected_bubble(self._config, schedule)
+        return self._found[count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """Everything one rank trains with. `validation` is None where nothing is held out.
+
+    undo: what a step that is skipped has changed; None: none is. kernels: what computes updates and norms, by use.
+    balancer: None where experts stay where they are.
+    schedule: of a step with the full batch; while it grows, `runtime.schedule_for` has that of each size.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    axes: Axes
+    schedule: Schedule
+    stages: dict[int, ShardedStage]
+    runtime: Runtime
+    optimizer: ModelOptimizer
+    train: StepData
+    validation: BatchLoader | None
+    num_validation_batches: int
+    vocab_size: int
+    expected_bubbles: ExpectedBubbles
+    device: torch.device
+    balancer: Balancer | None = None
+    undo: StepUndo | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def training_flops_per_token(self, context: float) -> int:
+        """Of a token in a sample of `context` tokens."""
+        cost = model_cost(self.config.model, seq_length=round(context), vocab_size=self.vocab_size)
+        return cost.training_flops_per_token
+
+    @property
+    def guard(self) -> StepGuard:
+        """What decides whether a step is made."""
+        return self.optimizer.guard
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The stages of this rank, in order."""
+        return [stage.module for stage in self.runtime.stages.values()]
+
+
+def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
+    """The bubbles of `schedule`, as it is executed, at the configured costs; and its published formula's."""
+    costs = schedule_costs(config, schedule)
+    formula = bubble_formula(
+        schedule.name,
+        schedule.num_ranks,
+        schedule.num_microbatches,
+        costs,
+        num_chunks=schedule.num_stages // schedule.num_ranks,
+    )
+    simulation = simulate(schedule, costs)
+    return ExpectedBubble(
+        simulated=simulation.bubble_makespan,
+        simulated_span=simulation.bubble_span,
+        formula=None if formula is None else formula.fraction,
+    )
