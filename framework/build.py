@@ -195,7 +195,9 @@ def _axes_of(mesh: Mesh) -> Axes:
     )
 
 
-def _choose_kernels(module: nn.Module, config: TrainConfig, norm: KernelChoice, device: torch.device) -> None:
+def _choose_kernels(
+    module: TransformerStage, config: TrainConfig, norm: KernelChoice, device: torch.device
+) -> None:
     if config.precision.linear == "fp8":
         problem = why_no_fp8(device)
         if problem is not None:

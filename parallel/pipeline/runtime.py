@@ -1,4 +1,4 @@
-"""Runs a schedule: each action kind has one handler, and each rank does its list in order.
+"""Runs a schedule: each rank does its list in order, each action by the handler of its kind (handlers.py).
 
 One process with one stage runs through the same handlers; there is no other path.
 """
@@ -19,6 +19,7 @@ from parallel.collectives import Axis, ByteMeter, all_reduce
 from parallel.offload.offloader import Offloader
 from parallel.pipeline.action import Action, Kind, Schedule
 from parallel.pipeline.ahead import forwards_ahead, unused_receives
+from parallel.pipeline.handlers import Handlers
 from parallel.pipeline.operation import (
     LossFunction,
     Microbatches,
@@ -26,13 +27,12 @@ from parallel.pipeline.operation import (
     StepState,
     as_tuple,
     bind,
-    half_of,
     random_state,
     set_random_state,
     split_microbatches,
 )
-from parallel.pipeline.overlap import Half, Interleaver
-from parallel.pipeline.p2p import Channel, Transport, specs_of
+from parallel.pipeline.overlap import Interleaver
+from parallel.pipeline.p2p import Transport, specs_of
 from parallel.pipeline.passes import forward_only, why_not_overlapped
 from parallel.pipeline.payload import Payload
 from parallel.pipeline.stage import Stage
@@ -132,26 +132,16 @@ class Runtime:
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
-        self._recorder = Recorder(self.device)  # of the step under way
-        self._step = StepState()
         self._operations: dict[int, tuple[Schedule, tuple[Operation, ...]]] = {}
         self._aheads: dict[int, tuple[int, ...]] = {}
-        self._handlers: dict[Kind, Callable[[Operation], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._backward,
-            Kind.W: self._weight,
-            Kind.OVERLAP_F_B: self._pair,
-            Kind.SEND_F: self._send_activation,
-            Kind.RECV_F: self._receive_activation,
-            Kind.SEND_B: self._send_gradient,
-            Kind.RECV_B: self._receive_gradient,
-            Kind.UNSHARD: self._unshard,
-            Kind.RESHARD: self._reshard,
-            Kind.REDUCE_GRAD: self._reduce_grad,
-            Kind.OFFLOAD: self._offload,
-            Kind.RELOAD: self._reload,
-        }
+        self._handlers = Handlers(
+            self.stages,
+            self.transport,
+            uniform_shapes=uniform_shapes,
+            interleaver=interleaver,
+            offloader=offloader,
+            recorder=Recorder(self.device),
+        )
         self.transport.connect(schedule)
 
     def schedule_for(self, num_microbatches: int | None) -> Schedule:
@@ -264,7 +254,7 @@ class Runtime:
                 "an earlier step failed, so the ranks are out of step; build the pipeline anew"
             )
         count, last = schedule.num_microbatches, schedule.num_stages - 1
-        self._step = step = StepState(
+        step = StepState(
             schedule=schedule,
             loss_fn=loss_fn,
             loss_scale=scale,
@@ -281,7 +271,8 @@ class Runtime:
                     if schedule.direction_of(microbatch) == direction
                 }
                 step.uniform[0, direction] = self._uniform_shapes and len(shapes) == 1
-        self._recorder, interleaver, offloader = recorder, self.interleaver, self.offloader
+        interleaver, offloader = self.interleaver, self.offloader
+        self._handlers.begin(step, recorder)
         try:
             with (
                 recorder.pipeline(),
@@ -299,7 +290,7 @@ class Runtime:
             with recorder.record(Activity.COLLECTIVE_WAIT):
                 all_reduce(step.losses, Axis(group=self.group))
         outputs = None if step.outputs is None else tuple(step.outputs.get(index) for index in range(count))
-        self._step = StepState()
+        self._handlers.begin(StepState(), recorder)
         recorder.stop()
         return StepResult(losses=step.losses, outputs=outputs, recorder=recorder)
 
@@ -312,16 +303,16 @@ class Runtime:
         operations = self._operations_of(schedule)
         first = 0 if validate is None else self._run_ahead(schedule, operations, validate)
         self._do(schedule, operations[first:])
-        begin = self._recorder.now()
+        begin = self._handlers.recorder.now()
         self.transport.finish_step()
-        self._recorder.add(Activity.SEND_WAIT, -1, None, begin)
+        self._handlers.recorder.add(Activity.SEND_WAIT, -1, None, begin)
         for index, stage in self.stages.items():
             assert stage.num_live == 0, "the schedule left activations behind"
             assert stage.weight_grads.is_empty, "the schedule left weight gradients behind"
             if torch.is_grad_enabled():
-                begin = self._recorder.now()
+                begin = self._handlers.recorder.now()
                 stage.parameters.finish_step()
-                self._recorder.add(Activity.REDUCE, index, None, begin)
+                self._handlers.recorder.add(Activity.REDUCE, index, None, begin)
 
     def _do(self, schedule: Schedule, operations: Sequence[Operation]) -> None:
         for operation in operations:
@@ -341,11 +332,11 @@ class Runtime:
         # What runs ahead has no pairs: an action is an operation.
         count = ahead[self.rank]
         generators = random_state(self.device)
-        begin = self._recorder.num_intervals
+        begin = self._handlers.recorder.num_intervals
         self._do(schedule, operations[:count])
-        end = self._recorder.num_intervals
+        end = self._handlers.recorder.num_intervals
         if validate():
-            self._recorder.forget(begin, end)
+            self._handlers.recorder.forget(begin, end)
             self._take_back(schedule, ahead, operations[:count])
             set_random_state(self.device, generators)
             count = 0
@@ -354,7 +345,7 @@ class Runtime:
 
     def _take_back(self, schedule: Schedule, ahead: Sequence[int], operations: Sequence[Operation]) -> None:
         """Undo the forwards in `operations`: as if the step had not begun, on this rank and on the wire."""
-        receipts = self._step.receipts
+        receipts = self._handlers.state.receipts
         for action in unused_receives(schedule, ahead, self.rank):
             operation = self._operation(schedule, action)
             if (action.stage, action.kind, operation.microbatch) not in receipts:
@@ -374,7 +365,7 @@ class Runtime:
             stage.discard()
         if self.offloader is not None:
             self.offloader.discard()
-        self._step.restart()
+        self._handlers.state.restart()
 
     def _operations_of(self, schedule: Schedule) -> tuple[Operation, ...]:
         """This rank's actions with all that can be known before the step, looked up once for each schedule."""
@@ -389,228 +380,4 @@ class Runtime:
         return self._operations[id(schedule)][1]
 
     def _operation(self, schedule: Schedule, action: Action) -> Operation:
-        return bind(schedule, action, rank=self.rank, stages=self.stages, handlers=self._handlers)
-
-    # What others wait for comes first in each handler: after an idle wait every line costs cache misses.
-
-    def _forward(self, operation: Operation) -> None:
-        inputs = self._inputs_of(operation)
-        begin = self._recorder.now()
-        if self.interleaver is not None:
-            self.interleaver.alone(half_of(operation))
-        outputs = self._run_forward(operation, inputs)
-        self._recorder.add(Activity.FORWARD, operation.stage.index, operation.microbatch, begin)
-        self._pass_on(operation, outputs)
-
-    def _inputs_of(self, operation: Operation) -> tuple[Tensor, ...]:
-        """What the forward starts from, once it and the parameters are here."""
-        step, stage, microbatch = self._step, operation.stage, operation.microbatch
-        index, recorder = stage.index, self._recorder
-        if index == 0:
-            inputs = as_tuple(step.inputs[microbatch])
-        elif receipt := step.receipts.pop((index, Kind.RECV_F, microbatch), None):
-            begin = recorder.now()
-            inputs = self.transport.wait(receipt)
-            recorder.add(Activity.RECEIVE_WAIT, index, microbatch, begin)
-            step.uniform[index, operation.direction] = self._uniform_shapes and self.transport.is_uniform(
-                receipt.peer, receipt.channel
-            )
-        else:
-            inputs = step.handed.pop((index, Kind.F, microbatch))
-            step.uniform[index, operation.direction] = step.uniform[index - 1, operation.direction]
-        self._wait_unshard(stage, microbatch)
-        if self.offloader is not None and torch.is_grad_enabled():
-            begin = recorder.now()
-            if self.offloader.reserve(index):
-                recorder.add(Activity.OFFLOAD_WAIT, index, microbatch, begin)
-        return inputs
-
-    def _run_forward(self, operation: Operation, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        stage, microbatch, offloader = operation.stage, operation.microbatch, self.offloader
-        catching = nullcontext()
-        if offloader is not None and torch.is_grad_enabled():
-            catching = offloader.catching(stage.index, microbatch)
-        with catching:
-            outputs = stage.forward(microbatch, inputs)
-            if operation.is_last:
-                self._loss(stage, microbatch, outputs)
-        return outputs
-
-    def _pass_on(self, operation: Operation, outputs: tuple[Tensor, ...]) -> None:
-        """What follows a forward: its outputs to the next stage's rank."""
-        step, index, microbatch = self._step, operation.stage.index, operation.microbatch
-        if not operation.is_last:
-            if operation.is_peer_here:
-                step.handed[index + 1, Kind.F, microbatch] = tuple(out.detach() for out in outputs)
-            else:
-                step.to_send[index, Kind.F, microbatch] = outputs
-        step.num_live += 1
-        self._recorder.peak_live_activations = max(self._recorder.peak_live_activations, step.num_live)
-
-    def _loss(self, stage: Stage, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
-        step = self._step
-        loss = step.loss_fn(outputs[0] if len(outputs) == 1 else outputs, step.targets[microbatch])
-        if torch.is_grad_enabled():
-            stage.set_loss(microbatch, loss if step.loss_scale == 1.0 else loss * step.loss_scale)
-        step.losses[microbatch] = loss.detach()
-        if step.outputs is not None:
-            detached = tuple(out.detach() for out in outputs)
-            step.outputs[microbatch] = detached[0] if len(detached) == 1 else detached
-
-    def _backward(self, operation: Operation) -> None:
-        grads = self._grads_of(operation)
-        defer = operation.action.kind is Kind.I
-        begin = self._recorder.now()
-        if self.interleaver is not None:
-            self.interleaver.alone(self._backward_half(operation))
-        grad_inputs = self._run_backward(operation, grads)
-        activity = Activity.INPUT_GRADIENT if defer else Activity.BACKWARD
-        self._recorder.add(activity, operation.stage.index, operation.microbatch, begin)
-        self._pass_back(operation, grad_inputs)
-        if defer:
-            self._count_held(0)
-
-    def _pair(self, operation: Operation) -> None:
-        """A forward and a backward together, see overlap.py; both wait for what they start from beforehand."""
-        assert self.interleaver is not None
-        forward, backward = operation.halves
-        inputs, grads = self._inputs_of(forward), self._grads_of(backward)
-        outputs: list[tuple[Tensor, ...]] = []
-        grad_inputs: list[tuple[Tensor, ...]] = []
-        self.interleaver.pair(
-            half_of(forward, lambda: outputs.append(self._run_forward(forward, inputs))),
-            self._backward_half(backward, lambda: grad_inputs.append(self._run_backward(backward, grads))),
-        )
-        self._pass_on(forward, outputs[0])
-        self._pass_back(backward, grad_inputs[0])
-
-    def _grads_of(self, operation: Operation) -> tuple[Tensor, ...] | None:
-        """What the backward starts from, once it and the parameters are here; None: from the loss."""
-        step, stage, microbatch = self._step, operation.stage, operation.microbatch
-        index, recorder = stage.index, self._recorder
-        grads: tuple[Tensor, ...] | None = None
-        if not operation.is_last:
-            if receipt := step.receipts.pop((index, Kind.RECV_B, microbatch), None):
-                begin = recorder.now()
-                grads = self.transport.wait(receipt)
-                recorder.add(Activity.RECEIVE_WAIT, index, microbatch, begin)
-                step.answers.append((receipt.peer, Channel(index + 1, Kind.SEND_F), microbatch))
-            else:
-                grads = step.handed.pop((index, Kind.B, microbatch))
-        self._wait_unshard(stage, microbatch)
-        if self.offloader is not None:
-            begin = recorder.now()
-            if self.offloader.fetch(index, microbatch):
-                recorder.add(Activity.OFFLOAD_WAIT, index, microbatch, begin)
-        return grads
-
-    def _run_backward(self, operation: Operation, grads: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        stage, microbatch = operation.stage, operation.microbatch
-        if operation.action.kind is Kind.I:
-            return stage.backward(microbatch, grads, defer=True)
-        if not self._fills(stage):
-            return stage.backward(microbatch, grads, defer=False)
-        grad_inputs = stage.backward(microbatch, grads, defer=True)
-        self._count_held(0)
-        stage.weight_backward(microbatch)
-        return grad_inputs
-
-    def _fills(self, stage: Stage) -> bool:
-        """Whether a full backward of `stage` puts its weight gradients off to where it waits for tokens."""
-        return self._overlaps and self.interleaver is not None and self.interleaver.has_points(stage.index)
-
-    def _backward_half(self, operation: Operation, run: Callable[[], None] | None = None) -> Half:
-        stage, microbatch = operation.stage, operation.microbatch
-        if operation.action.kind is Kind.I or not self._fills(stage):
-            return half_of(operation, run)
-
-        def fill() -> None:
-            self._count_held(stage.weight_backward_so_far(microbatch))
-
-        return half_of(operation, run, fill)
-
-    def _count_held(self, more_bytes: int) -> None:
-        """Keep the peak of what weight gradients hold: what they hold by now, and `more_bytes`."""
-        held_bytes = more_bytes + sum(stage.weight_grads.held_bytes for stage in self.stages.values())
-        recorder = self._recorder
-        recorder.peak_held_weight_grad_bytes = max(recorder.peak_held_weight_grad_bytes, held_bytes)
-
-    def _pass_back(self, operation: Operation, grad_inputs: tuple[Tensor, ...]) -> None:
-        """What follows a backward: its gradients to the rank of the stage before."""
-        step, index, microbatch = self._step, operation.stage.index, operation.microbatch
-        if index > 0:
-            if operation.is_peer_here:
-                step.handed[index - 1, Kind.B, microbatch] = grad_inputs
-            else:
-                step.to_send[index, Kind.B, microbatch] = grad_inputs
-        step.num_live -= 1
-        if self.offloader is not None:
-            self.offloader.release(index, microbatch)
-        if operation.is_peer_here:
-            self._settle()
-
-    def _weight(self, operation: Operation) -> None:
-        begin = self._recorder.now()
-        operation.stage.weight_backward(operation.microbatch)
-        self._recorder.add(Activity.WEIGHT_GRADIENT, operation.stage.index, operation.microbatch, begin)
-
-    def _send_activation(self, operation: Operation) -> None:
-        step, index, microbatch = self._step, operation.stage.index, operation.microbatch
-        begin = self._recorder.now()
-        outputs = step.to_send.pop((index, Kind.F, microbatch))
-        uniform = step.uniform[index, operation.direction]
-        self.transport.send(operation.peer, operation.channel, microbatch, outputs, uniform=uniform)
-        self._settle()
-        self._recorder.add(Activity.SEND_WAIT, index, microbatch, begin)
-
-    def _send_gradient(self, operation: Operation) -> None:
-        index, microbatch = operation.stage.index, operation.microbatch
-        begin = self._recorder.now()
-        grads = self._step.to_send.pop((index, Kind.B, microbatch))
-        self.transport.send(operation.peer, operation.channel, microbatch, grads, uniform=True)
-        self._settle()
-        self._recorder.add(Activity.SEND_WAIT, index, microbatch, begin)
-
-    def _settle(self) -> None:
-        """Let go of activations that gradients have answered; it waits for nothing, and others wait for sends."""
-        answers = self._step.answers
-        while answers:
-            self.transport.answered(*answers.pop())
-
-    def _receive_activation(self, operation: Operation) -> None:
-        receipt = self.transport.receive(operation.peer, operation.channel, operation.microbatch, None)
-        self._step.receipts[operation.stage.index, Kind.RECV_F, operation.microbatch] = receipt
-
-    def _receive_gradient(self, operation: Operation) -> None:
-        step, stage, microbatch = self._step, operation.stage, operation.microbatch
-        specs = tuple(spec for spec in specs_of(stage.outputs_of(microbatch)) if spec.is_differentiable)
-        receipt = self.transport.receive(operation.peer, operation.channel, microbatch, specs)
-        step.receipts[stage.index, Kind.RECV_B, microbatch] = receipt
-
-    def _unshard(self, operation: Operation) -> None:
-        begin = self._recorder.now()
-        operation.stage.parameters.unshard()
-        self._recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
-
-    def _reshard(self, operation: Operation) -> None:
-        begin = self._recorder.now()
-        operation.stage.parameters.reshard()
-        self._recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
-
-    def _reduce_grad(self, operation: Operation) -> None:
-        begin = self._recorder.now()
-        operation.stage.parameters.reduce_grad()
-        self._recorder.add(Activity.REDUCE, operation.stage.index, None, begin)
-
-    def _offload(self, operation: Operation) -> None:
-        assert self.offloader is not None, "a schedule with OFFLOAD, and nothing that does it"
-        self.offloader.offload(operation.stage.index, operation.microbatch)
-
-    def _reload(self, operation: Operation) -> None:
-        assert self.offloader is not None, "a schedule with RELOAD, and nothing that does it"
-        self.offloader.reload(operation.stage.index, operation.microbatch)
-
-    def _wait_unshard(self, stage: Stage, microbatch: int) -> None:
-        begin = self._recorder.now()
-        if stage.parameters.wait_unshard():
-            self._recorder.add(Activity.COLLECTIVE_WAIT, stage.index, microbatch, begin)
+        return bind(schedule, action, rank=self.rank, stages=self.stages, handlers=self._handlers.table)
