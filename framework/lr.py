@@ -11,7 +11,7 @@ from typing import Literal
 class LearningRateConfig:
     """Warm-up, then `cosine` decay, `wsd` (warm-up, stable, decay) or `constant`.
 
-    warmup_steps: linear from 0. decay_steps: length of the final decay of `wsd`.
+    warmup_steps: linear from 0. decay_steps: length of the final decay of `wsd`, which alone has one.
     min_ratio: the last learning rate over the base one.
     scale: `sqrt_data_parallel` multiplies the base rate by sqrt(data_parallel_size).
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework.recompute import computes_on_cpu, peak_activation_bytes, recompute_plan, unit_bytes
-from parallel.offload.plan import add_offload, without_offload
+from parallel.offload.plan import add_offload, least_budget_bytes, without_offload
 from parallel.offload.sizes import UnitBytes
 from parallel.offload.timing import CopyModel
 from parallel.pipeline.action import Schedule
@@ -64,7 +64,25 @@ def offloaded(
     if budget is None or config.offload.policy == "none":
         return schedule
     sizes = planned_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    least = least_budget_bytes(schedule, sizes)
+    if least > budget:
+        raise ValueError(_too_small(config, budget, least))
     return add_offload(schedule, sizes, budget_bytes=budget, policy=config.offload.policy)
+
+
+def _too_small(config: TrainConfig, budget: int, least: int) -> str:
+    share = config.offload.budget_share
+    if share is None:
+        given, least_given = f"budget_bytes={budget}", f"budget_bytes={least}"
+    else:
+        least_share = math.ceil(1e3 * share * least / budget) / 1e3
+        given = f"budget_share={share:g} ({budget} bytes)"
+        least_given = f"budget_share={least_share:g}" if least_share <= 1 else "policy=none"
+    return (
+        f"offload.{given}: a rank needs {least} bytes of activations for what it works on at once, whatever leaves; "
+        f"set offload.{least_given}{'' if least_given == 'policy=none' else ' or more'}, or lower "
+        "data.micro_batch_size or data.seq_length, or take a schedule with more micro-batches under way"
+    )
 
 
 def copy_model(config: TrainConfig, schedule: Schedule, *, vocab_size: int) -> CopyModel | None:

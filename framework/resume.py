@@ -34,6 +34,7 @@ def resume_problems(
 ) -> list[str]:
     """Why a run of `config` cannot go on from the checkpoint `folder`; data_hash: None where it is not known yet."""
     # Their steps depend on the budget and the data alone.
+    is_same_batching = metadata.get("batching", config.data.batching) == config.data.batching
     takes_documents = config.data.batching == "documents"
     problems = [
         f"checkpoint.resume={config.checkpoint.resume}: its {key} is {metadata[key]} and this run's is {mine}, so "
@@ -47,7 +48,11 @@ def resume_problems(
                 "keep data.seq_length, by which the text is cut into samples",
             ),
             ("batching", config.data.batching, "keep data.batching as it was"),
-            ("tokens_per_step", config.data.tokens_per_step, "keep data.tokens_per_step as it was"),
+            (
+                "tokens_per_step",
+                config.data.tokens_per_step if is_same_batching else metadata.get("tokens_per_step"),
+                "keep data.tokens_per_step as it was",
+            ),
             (
                 "global_batch_size",
                 metadata["global_batch_size"] if takes_documents else config.global_batch_size,

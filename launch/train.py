@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,8 +124,35 @@ def _check_environment(config: TrainConfig) -> None:
     except ValueError as error:
         problems.append(str(error))
     problems += device_problems(config)
+    problems += _folder_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _folder_problems(config: TrainConfig) -> list[str]:
+    """Folders of this host that ranks are to write files to while they run."""
+    wanted = {
+        "offload.folder": config.offload.folder
+        if config.offload.is_active and config.offload.tier == "disk"
+        else None,
+        "optimizer.offload.folder": config.optimizer.offload.folder
+        if config.optimizer.offload.tier == "disk"
+        else None,
+    }
+    problems: list[str] = []
+    for key, folder in wanted.items():
+        if folder is None:
+            continue
+        try:
+            path = Path(folder).expanduser()
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            problems.append(
+                f"{key}={folder}: no file can be made there ({error.strerror}); set another folder"
+            )
+    return problems
 
 
 def _resume_problems(config: TrainConfig, source: str) -> list[str]:

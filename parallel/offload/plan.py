@@ -56,7 +56,7 @@ def add_offload(
 ) -> Schedule:
     """A pass: `schedule` with OFFLOAD and RELOAD, so that no rank exceeds the budget. sizes: by stage.
 
-    Raises ValueError: where a rank cannot keep within it.
+    Raises ValueError: where a rank cannot keep within it (`least_bytes`).
     """
     result: list[list[Action]] = []
     for rank, actions in enumerate(schedule.actions):
@@ -65,8 +65,7 @@ def add_offload(
         if least > budget_bytes:
             raise ValueError(
                 f"a budget of {budget_bytes} bytes for activations: pipeline rank {rank} needs {least} for what it "
-                f"works on at once, whatever leaves; set offload.budget_bytes={least} or more, or lower "
-                "data.micro_batch_size or data.seq_length"
+                "works on at once, whatever leaves; raise it to that"
             )
         plan = plan_lru if policy == "lru" else plan_schedule
         moves = plan(compute, sizes, budget_bytes)
@@ -84,6 +83,14 @@ def without_offload(schedule: Schedule) -> Schedule:
     """The inverse of `add_offload`."""
     return schedule.with_actions(
         [action for action in actions if action.kind not in (Kind.OFFLOAD, Kind.RELOAD)]
+        for actions in schedule.actions
+    )
+
+
+def least_budget_bytes(schedule: Schedule, sizes: Sequence[UnitBytes]) -> int:
+    """The least that every rank can keep within."""
+    return max(
+        least_bytes([action for action in actions if action.kind in COMPUTE], sizes)
         for actions in schedule.actions
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,9 +236,24 @@ def test_mistakes_are_told_before_ranks_start() -> None:
         tiny_config(offload={"budget_share": 0.5})
     with pytest.raises(ConfigError, match="a budget is given in one way"):
         tiny_config(offload={"policy": "lru", "budget_share": 0.5, "budget_bytes": 1000})
-    with pytest.raises(ConfigError, match=r"pipeline rank \d needs \d+ for what it works on at once"):
+    with pytest.raises(
+        ConfigError, match=r"offload\.budget_bytes=1000: a rank needs \d+ bytes of activations"
+    ):
         tiny_config(offload={"policy": "schedule", "budget_bytes": 1000})
     with pytest.raises(ConfigError, match=r"offload\.budget_share=2"):
         tiny_config(offload={"policy": "schedule", "budget_share": 2.0})
     with pytest.raises(ConfigError, match=r"offload\.copy_bytes_per_s=0"):
         tiny_config(offload={"policy": "schedule", "copy_bytes_per_s": 0.0})
+
+
+@pytest.mark.parametrize(("key", "small"), [("budget_bytes", 1000), ("budget_share", 0.01)])
+def test_the_least_budget_that_is_offered_works(key: str, small: float) -> None:
+    layout: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "num_microbatches": 8}
+    with pytest.raises(ConfigError) as caught:
+        tiny_config(**layout, offload={"policy": "schedule", key: small})
+    offered = re.search(rf"set offload\.{key}=([\d.]+) or more", str(caught.value))
+    assert offered is not None
+    value = type(small)(offered[1])
+    tiny_config(**layout, offload={"policy": "schedule", key: value})
+    with pytest.raises(ConfigError):
+        tiny_config(**layout, offload={"policy": "schedule", key: type(small)(value * 0.97)})

@@ -16,6 +16,7 @@ import yaml
 
 from framework.config_mapping import config_hash
 from framework.errors import ConfigError
+from launch.cli import main
 from launch.compose import compose_config
 from launch.train import make_run_dir
 
@@ -57,6 +58,23 @@ def test_a_named_folder_is_taken_when_new_or_empty(tmp_path: Path) -> None:
         make_run_dir(tmp_path, "x", out)
     with pytest.raises(ConfigError, match="no folder can be made there"):
         make_run_dir(out / "file", "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("offload", ["offload.policy=lru", "offload.tier=disk", "offload.budget_bytes=100000000"]),
+        ("optimizer.offload", ["optimizer=adamw_disk"]),
+    ],
+)
+def test_a_folder_that_ranks_cannot_write_to_is_refused(
+    tmp_path: Path, key: str, others: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    setting = f"{key}.folder={tmp_path / 'file' / 'below'}"
+    assert main(["train", *_TINY, *others, setting, "--out", str(tmp_path / "run")]) == 2
+    assert f"{setting}: no file can be made there" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_two_ranks(tmp_path: Path, cache: str) -> None:
