@@ -96,6 +96,7 @@ def compare_cpu_adam() -> None:
     assert not any(torch.equal(old, part.master) for old, part in zip(before, parts, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_built(), reason="CPUAdam is not compiled here yet; `pytest -m slow` does that")
 def test_cpu_adam_is_adamw() -> None:
     compare_cpu_adam()
