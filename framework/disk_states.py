@@ -14,24 +14,24 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from framework.updaters import STATE_NAMES, Part, Updater
+from parallel.scratch_file import ScratchFile, in_pages
 
 _NUM_BUFFERS = 3
 # Where a part may be cut, in elements; see `Part.cut`.
 _CUT = 64
 
 
-class DiskStates:
+class DiskStates(Updater):
     """An updater that keeps what `inner` updates in a file of `folder`.
 
     resident_bytes: the most of it that is in memory at once.
@@ -39,25 +39,25 @@ class DiskStates:
     Raises OSError: where no file can be made there.
     """
 
+    is_on_disk = True
+
     def __init__(self, inner: Updater, folder: Path, resident_bytes: int) -> None:
-        self._inner, self._folder, self._resident_bytes = inner, folder, resident_bytes
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Open as long as this object is.
-            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="counterflow-moments-", dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"optimizer.offload.folder={folder}: no file can be made there ({error.strerror}); set another",
-            ) from None
-        self.file_bytes = 0
+        self.name = f"{inner.name}, moments on disk"
+        self._inner, self._resident_bytes = inner, resident_bytes
+        self._file = ScratchFile(
+            folder,
+            setting="optimizer.offload.folder",
+            what="moments",
+            remedy="set optimizer.offload.tier=none",
+        )
         self._regions: dict[int, _Region] = {}
         self._buffers: list[Tensor] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moments")
 
     @property
-    def name(self) -> str:
-        return f"{self._inner.name}, moments on disk"
+    def file_bytes(self) -> int:
+        """Of the file."""
+        return self._file.num_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -73,26 +73,12 @@ class DiskStates:
         return {name: self._allocate(master.numel(), dtypes[name]) for name in STATE_NAMES}
 
     def _allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        num_bytes = num_elements * dtype.itemsize
-        size = -(-max(num_bytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        try:
-            # Now, not when a page is written: then a full disk would be a signal that ends the process.
-            os.posix_fallocate(self._file.fileno(), self.file_bytes, size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            there = os.statvfs(self._folder)
-            raise OSError(
-                error.errno,
-                f"optimizer.offload.folder={self._folder}: no room for {size} more bytes of moments beside "
-                f"{self.file_bytes} ({there.f_bavail * there.f_frsize} are free); make room, set another folder, or "
-                "set optimizer.offload.tier=none",
-            ) from None
-        mapping = mmap.mmap(self._file.fileno(), size, offset=self.file_bytes)
+        size = in_pages(num_elements * dtype.itemsize)
+        start = self._file.extend(size)
+        mapping = self._file.map(start, size)
         tensor = torch.frombuffer(mapping, dtype=dtype, count=num_elements)
         # By address: slices of the tensor are found by their distance from it.
-        self._regions[tensor.data_ptr()] = _Region(mapping, self.file_bytes)
-        self.file_bytes += size
+        self._regions[tensor.data_ptr()] = _Region(mapping, start)
         return tensor
 
     @torch.no_grad()
@@ -136,7 +122,7 @@ class DiskStates:
             for name, mapped in part.state.items():
                 place = buffer[begin : begin + mapped.nbytes]
                 begin += mapped.nbytes
-                _transfer(os.preadv, self._file.fileno(), place, self._place(piece, name))
+                _transfer(os.preadv, self._file.descriptor, place, self._place(piece, name))
                 state[name] = place.view(mapped.dtype)
             parts.append(replace(part, state=state))
         return parts
@@ -144,7 +130,9 @@ class DiskStates:
     def _write(self, batch: Sequence[Piece], parts: Sequence[Part]) -> None:
         for piece, part in zip(batch, parts, strict=True):
             for name, tensor in part.state.items():
-                _transfer(os.pwritev, self._file.fileno(), tensor.view(torch.uint8), self._place(piece, name))
+                _transfer(
+                    os.pwritev, self._file.descriptor, tensor.view(torch.uint8), self._place(piece, name)
+                )
 
     def _place(self, piece: Piece, name: str) -> int:
         """Where in the file the moments `name` of `piece` begin."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from framework.metrics.sinks import check_logger
 from framework.run import RunContext
 from launch.compose import config_file_text
 from launch.failure import describe, error_path
+from parallel.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
     from framework.data.prepare import PreparedData
@@ -144,14 +144,9 @@ def _folder_problems(config: TrainConfig) -> list[str]:
         if folder is None:
             continue
         try:
-            path = Path(folder).expanduser()
-            path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            ScratchFile(Path(folder), setting=key, what="", remedy="")
         except OSError as error:
-            problems.append(
-                f"{key}={folder}: no file can be made there ({error.strerror}); set another folder"
-            )
+            problems.append(str(error.strerror))
     return problems
 
 

@@ -6,18 +6,14 @@ its first step took.
 
 from __future__ import annotations
 
-import errno
-import mmap
-import os
-import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
 
-_PAGE = mmap.ALLOCATIONGRANULARITY
+from parallel.scratch_file import ScratchFile, in_pages
+
 # A region is not taken for what is smaller than this part of it: another unit may need it whole.
 _FILLED = 0.75
 
@@ -78,54 +74,37 @@ class _HostRegion(Region):
 
 
 class DiskTier(Tier):
-    """A file in `folder` without a name, which is gone with the process however it ends.
+    """A file in `folder`, gone with the process however it ends.
 
     A region is mapped while it is written or read only, so that its pages do not count as memory of the process.
-    Room on the disk is taken before anything is written: a full disk is an error and not a signal.
 
     Raises OSError: where `folder` cannot be made or written to.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Open as long as a region of it is.
-            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="counterflow-offload-", dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"offload.folder={folder}: no file can be made there ({error.strerror}); set another",
-            ) from None
-        self.num_bytes = 0
+        self._file = ScratchFile(
+            folder,
+            setting="offload.folder",
+            what="activations",
+            remedy="raise the budget, so that less leaves",
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return self._file.num_bytes
 
     def _make(self, num_bytes: int) -> Region:
-        size = -(-num_bytes // _PAGE) * _PAGE
-        try:
-            os.posix_fallocate(self._file.fileno(), self.num_bytes, size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            there = os.statvfs(self._folder)
-            raise OSError(
-                error.errno,
-                f"offload.folder={self._folder}: no room for {size} more bytes of activations beside "
-                f"{self.num_bytes} ({there.f_bavail * there.f_frsize} are free); make room, set another folder, or "
-                "raise the budget, so that less leaves",
-            ) from None
-        region = _DiskRegion(self._file, self.num_bytes, size)
-        self.num_bytes += size
-        return region
+        size = in_pages(num_bytes)
+        return _DiskRegion(self._file, self._file.extend(size), size)
 
 
 class _DiskRegion(Region):
-    def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
+    def __init__(self, file: ScratchFile, offset: int, num_bytes: int) -> None:
         super().__init__(num_bytes)
         self._file, self._offset = file, offset
 
     def memory(self) -> Tensor:
         # The mapping ends with the tensor.
-        return torch.frombuffer(
-            mmap.mmap(self._file.fileno(), self.num_bytes, offset=self._offset), dtype=torch.uint8
-        )
+        return torch.frombuffer(self._file.map(self._offset, self.num_bytes), dtype=torch.uint8)
