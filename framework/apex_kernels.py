@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from framework.optimizer_config import OptimizerConfig
-from framework.updaters import STATE_NAMES, Part
+from framework.updaters import STATE_NAMES, Part, Updater
 from models.norm import LayerNorm, RMSNorm
 
 
-class ApexAdamW:
+class ApexAdamW(Updater):
     """apex's FusedAdam with decoupled weight decay: all parts in a few launches; moments in fp32."""
 
     name = "apex FusedAdam"

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from framework.optimizer_config import OptimizerConfig
-from framework.updaters import STATE_NAMES, Part
+from framework.updaters import STATE_NAMES, Part, Updater
 
 _LOW_BITS = 16  # of fp32 that bf16 does not have
 
 
-class StochasticBf16AdamW:
+class StochasticBf16AdamW(Updater):
     """The update is computed in fp32 from bf16 moments; what is kept of the new ones is rounded."""
 
     name = "AdamW with bf16 moments, rounded stochastically"

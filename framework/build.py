@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from framework.optimizer import ModelOptimizer
 from framework.rebalance import Balancer, initial_placement
 from framework.recompute import as_executed, recompute_plan
 from framework.step_guard import StepGuard, StepUndo
-from framework.updaters import Updater, updater_of
+from framework.updaters import TorchAdamW, Updater
 from models.config import ModelConfig
 from models.fp8 import use_fp8
 from models.partition import partition
@@ -263,7 +264,7 @@ def updater_for(config: TrainConfig, kernel: KernelChoice) -> Updater:
     if offload.tier == "host":
         return HostStates(inner)
     if offload.tier == "disk":
-        folder = Path(offload.folder or config.launcher.runs_dir).expanduser()
+        folder = Path(offload.folder or config.launcher.runs_dir)
         return DiskStates(inner, folder, offload.resident_bytes)
     return inner
 
@@ -277,7 +278,7 @@ def _updater_in_memory(config: TrainConfig, kernel: KernelChoice) -> Updater:
         return CpuAdam(config.optimizer)
     if kernel.kernel == "apex":
         return ApexAdamW(config.optimizer)
-    return updater_of(config.optimizer)
+    return TorchAdamW(config.optimizer)
 
 
 def kernel_choices(config: TrainConfig, device: torch.device) -> dict[KernelUse, KernelChoice]:
@@ -349,7 +350,7 @@ def _training_data(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> St
         pad_multiple=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
         data_parallel_rank=mesh.coordinate.data,
         data_parallel_size=mesh.config.data_parallel_size,
-        next_count=lambda at_least: next_num_microbatches(config, at_least),
+        next_count=cache(lambda at_least: next_num_microbatches(config, at_least)),
     )
 
 

@@ -19,7 +19,7 @@ def nothing_moves(tier: str, *, offload_parameters: bool, device: torch.device) 
     return f"{' and '.join(names)}: ranks on a CPU have everything on the host already, so nothing moves"
 
 
-class HostStates:
+class HostStates(Updater):
     """An updater that hands `inner` parts whose every tensor is on the host.
 
     On a rank whose device is the CPU they are there already. Beside a GPU gradients come through pinned memory, in one
@@ -27,12 +27,9 @@ class HostStates:
     """
 
     def __init__(self, inner: Updater) -> None:
+        self.name = f"{inner.name}, on the host"
         self._inner = inner
         self._gradients: Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self._inner.name}, on the host"
 
     @property
     def resident_bytes(self) -> int:

@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.disk_states import DiskStates
-from framework.host_states import HostStates
 from framework.optimizer_config import OptimizerConfig
 from framework.rollback import Rollback
 from framework.step_guard import StepGuard
-from framework.updaters import Part, Updater, updater_of
+from framework.updaters import Part, TorchAdamW, Updater
 from parallel.collectives import Axis, all_reduce
 from parallel.pipeline.trace import Activity, Recorder
 from parallel.zero import FlatUnit, Fragment, PersistentBytes, ShardedStage
@@ -72,7 +70,7 @@ class ModelOptimizer:
     """AdamW on the fp32 masters of every stage this rank holds.
 
     tensor, world: the axes over which the gradient norm is summed, each parameter counted once. updater: who does
-    the update; None: the one that `config` asks for. guard: decides whether a step is made; None: it always is, unless
+    the update; None: torch. guard: decides whether a step is made; None: it always is, unless
     its norm is not finite. squares: the sum of squares of tensors, fp64; None: `sum_of_squares`.
     """
 
@@ -89,7 +87,7 @@ class ModelOptimizer:
     ) -> None:
         self._config, self._tensor, self._world = config, tensor, world
         self._stages = tuple(stages)
-        self.updater = updater or updater_of(config)
+        self.updater = updater or TorchAdamW(config)
         self.guard = guard or StepGuard()
         self._squares = squares or sum_of_squares
         self.owned = [
@@ -239,13 +237,17 @@ class ModelOptimizer:
         limit = self._config.max_grad_norm
         return limit is not None and norm > limit
 
+    def _clip_factor(self, norm: float) -> float:
+        """By which gradients are multiplied where they are clipped; as torch.nn.utils.clip_grad_norm_ does."""
+        assert self._config.max_grad_norm is not None
+        return self._config.max_grad_norm / (norm + 1e-6)
+
     def _finish(self, norm: float, learning_rate: float) -> None:
         """The step, once the norm is known to be sound."""
         self._expects_clip = self._is_clipped(norm)
         if self._expects_clip:
-            assert self._config.max_grad_norm is not None
             for unit in self._units():
-                unit.grad.mul_(self._config.max_grad_norm / (norm + 1e-6))
+                unit.grad.mul_(self._clip_factor(norm))
         self._update(learning_rate)
 
     def _update(self, learning_rate: float) -> None:
@@ -269,10 +271,8 @@ class ModelOptimizer:
             tensor.nbytes for owned in self.owned if owned.unit in units for tensor in owned.state.values()
         )
         copies = 0 if self._rollback is None else sum(unit.master.nbytes for unit in units) + state
-        buffers = 0
-        if isinstance(self.updater, DiskStates | HostStates) and not experts_only:
-            buffers = self.updater.resident_bytes
-        if isinstance(self.updater, DiskStates):
+        buffers = 0 if experts_only else self.updater.resident_bytes
+        if self.updater.is_on_disk:
             return held + PersistentBytes(parameters=0, gradients=0, optimizer=buffers, disk=state)
         if held.host:  # masters are there, and so are moments
             return held + PersistentBytes(parameters=0, gradients=0, host=state + buffers + copies)

@@ -1,4 +1,4 @@
-"""Who performs the AdamW update, behind one small protocol; `ModelOptimizer` keeps norm, clipping and publishing.
+"""Who performs the AdamW update, behind one small interface; `ModelOptimizer` keeps norm, clipping and publishing.
 
 An updater sees `Part`s: ranges of this rank's masters with their gradients and moments. AdamW treats every element
 by itself, so a part may be cut anywhere that a kernel's vectors allow (see `Part.cut`).
@@ -6,9 +6,9 @@ by itself, so a part may be cut anywhere that a kernel's vectors allow (see `Par
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,24 +48,30 @@ class Part:
         )
 
 
-class Updater(Protocol):
-    """One way to do AdamW (Loshchilov and Hutter, arXiv 1711.05101), bias corrected."""
+class Updater(ABC):
+    """One way to do AdamW (Loshchilov and Hutter, arXiv 1711.05101), bias corrected.
+
+    name: for the log and the run's record. is_on_disk: whether the moments are in a file.
+    """
+
+    name: str
+    is_on_disk = False
 
     @property
-    def name(self) -> str:
-        """For the log and the run's record."""
-        ...
+    def resident_bytes(self) -> int:
+        """Memory that stays between updates, beside the moments."""
+        return 0
 
+    @abstractmethod
     def new_state(self, master: Tensor) -> dict[str, Tensor]:
         """Zero moments for a master; where and in what dtype they are kept is the updater's."""
-        ...
 
+    @abstractmethod
     def update(self, parts: Sequence[Part], *, step: int, learning_rate: float) -> None:
         """Update masters and moments in place; `step` counts from 1. Gradients are left as they are."""
-        ...
 
 
-class TorchAdamW:
+class TorchAdamW(Updater):
     """torch's fused AdamW, moments in fp32 beside their masters."""
 
     name = "torch fused AdamW"
@@ -95,8 +101,3 @@ class TorchAdamW:
                 eps=self._config.eps,
                 maximize=False,
             )
-
-
-def updater_of(config: OptimizerConfig) -> Updater:
-    """The updater that `config` asks for."""
-    return TorchAdamW(config)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from framework.deepspeed.start import import_deepspeed, logger, why_not
 from framework.optimizer_config import OptimizerConfig
-from framework.updaters import STATE_NAMES, Part
+from framework.updaters import STATE_NAMES, Part, Updater
 
 
 def is_built() -> bool:
@@ -39,7 +39,7 @@ def why_no_cpu_adam() -> str | None:
     return None
 
 
-class CpuAdam:
+class CpuAdam(Updater):
     """The operator on parts whose tensors are on the host, moments in fp32.
 
     The first use on a machine compiles it: a minute or a few.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from framework.config import TrainConfig
 from framework.deepspeed.config import deepspeed_config
 from framework.deepspeed.start import start
-from framework.optimizer import ModelOptimizer
+from framework.optimizer import ModelOptimizer, sum_of_squares
 from framework.updaters import TorchAdamW
 from parallel.collectives import Axis, all_reduce
 from parallel.mesh import Mesh
@@ -158,19 +158,22 @@ class EngineOptimizer(ModelOptimizer):
 
     def _clip_at_stage_0(self, *_: Any) -> None:
         """Ahead of AdamW, when gradients are summed: as `ModelOptimizer` clips."""
+        gradients = {
+            parameter: parameter.grad for parameter in self._module.parameters() if parameter.grad is not None
+        }
         squares = torch.zeros((), dtype=torch.float64, device=self._engine.device)
-        gradients = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
-        for parameter in gradients:
-            if placement_of(parameter).tensor_dim is not None or self._tensor.rank == 0:
-                assert parameter.grad is not None
-                squares += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64).square()
+        counted = [
+            gradient
+            for parameter, gradient in gradients.items()
+            if placement_of(parameter).tensor_dim is not None or self._tensor.rank == 0
+        ]
+        if counted:
+            squares += sum_of_squares(counted)
         all_reduce(squares, self._tensor)
         self._norm_at_stage_0 = norm = float(squares.sqrt())
         if math.isfinite(norm) and self._is_clipped(norm):
-            assert self._config.max_grad_norm is not None
-            for parameter in gradients:
-                assert parameter.grad is not None
-                parameter.grad.mul_(self._config.max_grad_norm / (norm + 1e-6))
+            for gradient in gradients.values():
+                gradient.mul_(self._clip_factor(norm))
 
     def persistent_bytes(self, *, experts_only: bool = False) -> PersistentBytes:
         """What the engine keeps is not known here; `counterflow memory` refuses it."""
