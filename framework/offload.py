@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,33 +25,34 @@ if TYPE_CHECKING:
 MARGIN = 0.02
 
 
-def budget_bytes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """budget_bytes: what a rank may hold. sizes: by stage, the bytes of one micro-batch that moves are planned with."""
+
+    budget_bytes: int
+    sizes: tuple[UnitBytes, ...]
+
+
+def room_of(
     config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
-) -> int | None:
-    """What a rank may hold of activations; None: all it makes. schedule: lowered."""
+) -> Room | None:
+    """The room there is for activations; None: for all that is made. schedule: lowered, offloaded or not."""
     offload = config.offload
     if not offload.is_active:
         return None
-    if offload.budget_share is None:
-        return offload.budget_bytes
     on_cpu = computes_on_cpu() if on_cpu is None else on_cpu
+    schedule = without_offload(schedule)
     plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
-    peaks = peak_activation_bytes(
-        config, without_offload(schedule), plan, vocab_size=vocab_size, on_cpu=on_cpu
-    )
-    return math.floor(offload.budget_share * max(peaks))
-
-
-def planned_bytes(
-    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
-) -> tuple[UnitBytes, ...]:
-    """Of each stage, the bytes of one micro-batch that moves are planned with."""
-    on_cpu = computes_on_cpu() if on_cpu is None else on_cpu
-    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
-    return tuple(
+    budget = offload.budget_bytes
+    if offload.budget_share is not None:
+        peaks = peak_activation_bytes(config, schedule, plan, vocab_size=vocab_size, on_cpu=on_cpu)
+        budget = math.floor(offload.budget_share * max(peaks))
+    assert budget is not None, "offloading is active where there is a budget"
+    sizes = tuple(
         UnitBytes(kept=math.ceil((1 + MARGIN) * size.kept), most=math.ceil((1 + MARGIN) * size.most))
         for size in unit_bytes(config, schedule, plan, vocab_size=vocab_size, on_cpu=on_cpu)
     )
+    return Room(budget_bytes=budget, sizes=sizes)
 
 
 def offloaded(
@@ -60,14 +62,13 @@ def offloaded(
 
     Raises ValueError: where a rank cannot keep within the budget.
     """
-    budget = budget_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
-    if budget is None or config.offload.policy == "none":
+    room = room_of(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    if room is None or config.offload.policy == "none":
         return schedule
-    sizes = planned_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
-    least = least_budget_bytes(schedule, sizes)
-    if least > budget:
-        raise ValueError(_too_small(config, budget, least))
-    return add_offload(schedule, sizes, budget_bytes=budget, policy=config.offload.policy)
+    least = least_budget_bytes(schedule, room.sizes)
+    if least > room.budget_bytes:
+        raise ValueError(_too_small(config, room.budget_bytes, least))
+    return add_offload(schedule, room.sizes, budget_bytes=room.budget_bytes, policy=config.offload.policy)
 
 
 def _too_small(config: TrainConfig, budget: int, least: int) -> str:
@@ -87,11 +88,12 @@ def _too_small(config: TrainConfig, budget: int, least: int) -> str:
 
 def copy_model(config: TrainConfig, schedule: Schedule, *, vocab_size: int) -> CopyModel | None:
     """What a simulation of the offloaded `schedule` counts copies with; None: everything stays."""
-    budget = budget_bytes(config, schedule, vocab_size=vocab_size)
-    if budget is None:
+    room = room_of(config, schedule, vocab_size=vocab_size)
+    if room is None:
         return None
-    sizes = planned_bytes(config, schedule, vocab_size=vocab_size)
-    return CopyModel(sizes=sizes, budget_bytes=budget, bytes_per_s=config.offload.copy_bytes_per_s)
+    return CopyModel(
+        sizes=room.sizes, budget_bytes=room.budget_bytes, bytes_per_s=config.offload.copy_bytes_per_s
+    )
 
 
 def offloader_for(
@@ -110,19 +112,18 @@ def offloader_for(
     from parallel.offload.tier import DiskTier, HostTier
 
     on_cpu = device.type == "cpu"
-    budget = budget_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
-    if budget is None:
+    room = room_of(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
+    if room is None:
         return None
-    sizes = planned_bytes(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
     offload = config.offload
     is_disk = offload.tier == "disk"
     folder = Path(offload.folder or config.launcher.runs_dir)
     return Offloader(
         DiskTier(folder) if is_disk else HostTier(pinned=not on_cpu),
         device=device,
-        budget_bytes=budget,
+        budget_bytes=room.budget_bytes,
         min_bytes=offload.min_bytes,
-        unit_bytes={stage: sizes[stage].kept for stage in modules},
+        unit_bytes={stage: room.sizes[stage].kept for stage in modules},
         stay=[tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())],
         bytes_per_s=offload.copy_bytes_per_s,
     )

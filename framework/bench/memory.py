@@ -22,7 +22,7 @@ from framework.config_mapping import from_mapping
 from framework.config_rules import check
 from framework.data.prepare import PreparedData
 from framework.metrics.timeline import measured_costs
-from framework.offload import budget_bytes
+from framework.offload import room_of
 from framework.recompute import peak_activation_bytes, recompute_plan, unit_bytes
 from framework.step import forward_backward
 from models.recompute import RecomputeConfig
@@ -247,14 +247,16 @@ def _sizes(measured: _Measured) -> tuple[UnitBytes, ...]:
 def _row(measured: _Measured, costs: Costs) -> Row:
     assembly, case = measured.assembly, measured.case
     config, schedule = assembly.config, assembly.schedule
-    budget = budget_bytes(config, schedule, vocab_size=assembly.vocab_size, on_cpu=True)
+    room = room_of(config, schedule, vocab_size=assembly.vocab_size, on_cpu=True)
     simulated_stall_s = 0.0
-    if budget is None:
+    if room is None:
         plan = recompute_plan(config, schedule, vocab_size=assembly.vocab_size, on_cpu=True)
         foretold = peak_activation_bytes(config, schedule, plan, vocab_size=assembly.vocab_size, on_cpu=True)
     else:
         copies = CopyModel(
-            sizes=_sizes(measured), budget_bytes=budget, bytes_per_s=config.offload.copy_bytes_per_s
+            sizes=_sizes(measured),
+            budget_bytes=room.budget_bytes,
+            bytes_per_s=config.offload.copy_bytes_per_s,
         )
         simulation = simulate(schedule, costs, copies)
         foretold, simulated_stall_s = simulation.peak_bytes, sum(simulation.stall)
@@ -275,7 +277,7 @@ def _row(measured: _Measured, costs: Costs) -> Row:
         name=case.name,
         policy=case.policy,
         budget_share=case.budget_share,
-        budget_bytes=budget,
+        budget_bytes=None if room is None else room.budget_bytes,
         peak_bytes=tuple(each["peak"] for each in everyone),
         simulated_peak_bytes=tuple(foretold),
         step_s=tuple(map(max, zip(*(each["step"] for each in everyone), strict=True))),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,31 +102,30 @@ class Offloader:
         self._failure: BaseException | None = None
         self._committed = self._here = self._num_leaving = 0
         self._is_demanded = self._is_closing = self._has_warned = False
-        self._report = _Counts()
+        self._counts = Counter[str]()
         self._recorder: Recorder | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def report(self) -> OffloadReport:
         """Of the step under way, or of the last one."""
-        counts = self._report
-        return OffloadReport(**{name: getattr(counts, name) for name in OffloadReport.__dataclass_fields__})
+        return OffloadReport(**self._counts)
 
     @contextmanager
     def step(self, recorder: Recorder | None = None) -> Generator[None]:
         """A step runs within; afterwards nothing is left, whether it failed or not. recorder: of its copies."""
-        self._report, self._recorder = _Counts(), recorder
+        self._counts, self._recorder = Counter[str](), recorder
         try:
             yield
         finally:
             self.discard()
-        over_bytes = self._report.peak_bytes - self._budget_bytes
+        over_bytes = self._counts["peak_bytes"] - self._budget_bytes
         if over_bytes > 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "offload: a rank held %d bytes of activations, %d above its budget of %d: what it worked on at once, "
                 "tensors below offload.min_bytes=%d and those that something else holds need more; raise the budget",
-                self._report.peak_bytes,
+                self._counts["peak_bytes"],
                 over_bytes,
                 self._budget_bytes,
                 self._min_bytes,
@@ -203,7 +203,7 @@ class Offloader:
                 self._committed -= entry.away_bytes
                 self._here -= entry.away_bytes
                 self._num_leaving -= 1
-                self._report.out_bytes += entry.unit.moving_bytes
+                self._counts["out_bytes"] += entry.unit.moving_bytes
                 self._changed.notify_all()
 
         self._out.put(Job(wait=_nothing, copy=copy, done=done))
@@ -228,7 +228,7 @@ class Offloader:
                 self._changed.wait_for(lambda: self._is_over or (entry.is_out and self._may_come_in))
                 self._committed += entry.away_bytes - promised
                 self._here += entry.away_bytes
-                self._report.peak_bytes = max(self._report.peak_bytes, self._here)
+                self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._here)
 
         begin = 0.0
 
@@ -245,7 +245,7 @@ class Offloader:
             with self._changed:
                 entry.state, entry.region = _State.HERE, None
                 self._tier.give_back(region)
-                self._report.back_bytes += entry.unit.moving_bytes
+                self._counts["back_bytes"] += entry.unit.moving_bytes
                 self._changed.notify_all()
 
         self._back.put(Job(wait=wait, copy=copy, done=done))
@@ -256,12 +256,12 @@ class Offloader:
         Raises what a copy failed with.
         """
         entry = self._entries[stage, microbatch]
-        self._report.num_uses += 1
+        self._counts["num_uses"] += 1
         if entry.state is _State.HERE:
-            self._report.num_hits += 1
+            self._counts["num_hits"] += 1
             return False
         if entry.state is _State.AWAY:
-            self._report.num_unplanned += 1
+            self._counts["num_unplanned"] += 1
             self.reload(stage, microbatch)
             self._make_room(but=entry)
         with self._changed:
@@ -302,13 +302,13 @@ class Offloader:
                 ]
             if not there:
                 return
-            self._report.num_unplanned += 1
+            self._counts["num_unplanned"] += 1
             self.offload(*there[-1])
 
     def _add(self, num_bytes: int) -> None:
         with self._changed:
             self._here += num_bytes
-            self._report.peak_bytes = max(self._report.peak_bytes, self._here)
+            self._counts["peak_bytes"] = max(self._counts["peak_bytes"], self._here)
 
     @property
     def _is_within(self) -> bool:
@@ -350,15 +350,6 @@ class Offloader:
                 stream.wait_event(issued)
             yield
         stream.synchronize()
-
-
-class _Counts:
-    """The numbers of an `OffloadReport`, as they grow."""
-
-    def __init__(self) -> None:
-        self.out_bytes = self.back_bytes = self.num_uses = self.num_hits = self.num_unplanned = (
-            self.peak_bytes
-        ) = 0
 
 
 def _nothing() -> None: ...

@@ -18,7 +18,7 @@ from framework.data.prepare import PreparedData
 from framework.errors import ConfigError
 from framework.measure import step_record
 from framework.metrics.record import OffloadRecord, StepRecord
-from framework.offload import budget_bytes
+from framework.offload import room_of
 from framework.run import RunContext
 from framework.step import forward_backward, learning_rate_of, train_step
 from framework.train import seed_everything
@@ -69,8 +69,8 @@ def assert_no_bit_changes(
     for offload in offloads:
         changed = replace(config, offload=offload)
         schedule = lowered_schedule(changed, config.schedule.num_microbatches, vocab_size=321, on_cpu=True)
-        budget = budget_bytes(changed, schedule, vocab_size=321, on_cpu=True)
-        assert budget is not None
+        room = room_of(changed, schedule, vocab_size=321, on_cpu=True)
+        assert room is not None
         found = ranks.run(trained, size, changed, run)
         for (of_rank, _), (others, reports) in zip(expected, found, strict=True):
             assert len(of_rank) > 2 * NUM_STEPS
@@ -79,7 +79,7 @@ def assert_no_bit_changes(
             # In the first step it is not seen yet that tables are shared.
             report = reports[-1]
             assert report.out_bytes == report.back_bytes
-            assert 0 < report.peak_bytes <= budget
+            assert 0 < report.peak_bytes <= room.budget_bytes
         assert any(reports[-1].out_bytes for _, reports in found)
 
 
@@ -224,7 +224,7 @@ def test_the_record_says_what_was_moved(ranks: RankPool, tiny_data: PreparedData
 def test_without_a_budget_nothing_is_built(tmp_path: Path) -> None:
     config = tiny_config(schedule="1f1b", pp=2)
     unlimited = replace(config, offload=OffloadConfig(policy="schedule", tier="disk", folder=str(tmp_path)))
-    assert budget_bytes(unlimited, lowered_schedule(unlimited, 4), vocab_size=321) is None
+    assert room_of(unlimited, lowered_schedule(unlimited, 4), vocab_size=321) is None
     assert lowered_schedule(unlimited, 4) == lowered_schedule(config, 4)
     limited = replace(config, offload=OffloadConfig(policy="schedule", budget_share=0.8))
     kinds = {action.kind for actions in lowered_schedule(limited, 4).actions for action in actions}
