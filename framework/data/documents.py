@@ -172,7 +172,7 @@ class DocumentLoader:
         self._micro_batch_tokens, self._pad_multiple = micro_batch_tokens, pad_multiple
         self._rank, self._size = data_parallel_rank, data_parallel_size
         self._next_count = next_count
-        self._packed: tuple[int, NDArray[np.int64], Packing] | None = None
+        self._packed: dict[int, tuple[NDArray[np.int64], Packing]] = {}
 
     @property
     def num_samples(self) -> int:
@@ -220,7 +220,7 @@ class DocumentLoader:
 
     def _packing(self, step: int) -> tuple[NDArray[np.int64], Packing]:
         """The samples of the whole step, and where in them each micro-batch's are."""
-        if self._packed is None or self._packed[0] != step:
+        if step not in self._packed:
             first, end = self._plan.range_of(step)
             chosen = self._plan.samples(first, end - first)
             packing = pack(
@@ -229,8 +229,10 @@ class DocumentLoader:
                 num_ranks=self._size,
                 next_count=self._next_count,
             )
-            self._packed = (step, chosen, packing)
-        return self._packed[1], self._packed[2]
+            # A step is asked about again after the next one has begun, where its norm was not waited for.
+            self._packed = {near: kept for near, kept in self._packed.items() if near == step - 1}
+            self._packed[step] = (chosen, packing)
+        return self._packed[step]
 
     def _padded(self, lengths: NDArray[np.int64]) -> int:
         """The longest of `lengths`, rounded up; of none, the shortest there can be."""
