@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ def run(words: Sequence[str], out: Path | None, *, console: Console) -> dict[str
     Raises ValueError: for an unknown bench or key, or a value that does not fit.
     """
     config = config_of(words)
+    # Not above: each imports what it measures.
+    module = import_module(f"launch.bench_{words[0]}")
+    measure = getattr(module, f"bench_{words[0]}")
     folder = out or Path("runs") / f"bench-{words[0]}-{datetime.now():%Y%m%d-%H%M%S}"
     folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {
         "bench": words[0],
         "run_dir": str(folder),
-        **_measure(config, folder, console),
+        **measure(config, folder, console),
     }
     rows = folder / "rows.json"
     rows.write_text(json.dumps(result, indent=1) + "\n")
@@ -61,36 +65,6 @@ def config_of(words: Sequence[str]) -> Any:
         problem = f"{words[0]}: no such bench" if words else "bench takes the name of one"
         raise ValueError(f"{problem}; choose one of {', '.join(BENCHES)}, as in counterflow bench schedules")
     return from_mapping(_CONFIGS[words[0]], values_of(words[1:]))
-
-
-def _measure(config: Any, folder: Path, console: Console) -> dict[str, Any]:
-    if isinstance(config, P2PBenchConfig):
-        from launch.bench_p2p import bench_p2p
-
-        return bench_p2p(config, folder, console)
-    if isinstance(config, OptimizerBenchConfig):
-        from launch.bench_optimizer import bench_optimizer
-
-        return bench_optimizer(config, folder, console)
-    if isinstance(config, OverlapBenchConfig):
-        from launch.bench_overlap import bench_overlap
-
-        return bench_overlap(config, folder, console)
-    if isinstance(config, DeepSpeedBenchConfig):
-        from launch.bench_deepspeed import bench_deepspeed
-
-        return bench_deepspeed(config, folder, console)
-    if isinstance(config, CompressionBenchConfig):
-        from launch.bench_compression import bench_compression
-
-        return bench_compression(config, folder, console)
-    if isinstance(config, MemoryBenchConfig):
-        from launch.bench_memory import bench_memory
-
-        return bench_memory(config, folder, console)
-    from launch.bench_schedules import bench_schedules
-
-    return bench_schedules(config, folder, console)
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from framework.bench.config import MemoryBenchConfig
 from launch.bench_ranks import run_ranks
+from launch.picture import save_picture
 
 if TYPE_CHECKING:
     from framework.bench.memory import Case, Row
@@ -137,7 +138,4 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     axes.set_xlim(left=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    figure.savefig(path.with_suffix(".svg"))
-    pyplot.close(figure)
-    return path
+    return save_picture(figure, path)

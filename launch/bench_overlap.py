@@ -13,6 +13,7 @@ from rich.table import Table
 from framework.bench.config import OverlapBenchConfig
 from framework.bench.network import why_not
 from launch.bench_ranks import run_ranks
+from launch.picture import save_picture
 
 if TYPE_CHECKING:
     from framework.bench.overlap import Row, Workload
@@ -188,7 +189,4 @@ def draw(row: Row, path: Path, network: str) -> Path:
         f"all-to-all hidden in the steady state, step {row.speedup:.2f} x as fast\n{network}",
         fontsize=11,
     )
-    figure.savefig(path, dpi=130)
-    figure.savefig(path.with_suffix(".svg"))
-    pyplot.close(figure)
-    return path
+    return save_picture(figure, path, dpi=130)

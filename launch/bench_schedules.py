@@ -12,6 +12,7 @@ from rich.table import Table
 
 from framework.bench.config import ScheduleBenchConfig
 from launch.bench_ranks import run_ranks
+from launch.picture import save_picture
 
 if TYPE_CHECKING:
     from framework.bench.compute import ComputeRow
@@ -177,10 +178,7 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, config: ScheduleBenchConfi
     axes.set_title(f"{config.num_ranks} ranks, F, I and W sleep {config.action_ms:g} ms each", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    figure.savefig(path.with_suffix(".svg"))
-    pyplot.close(figure)
-    return path
+    return save_picture(figure, path)
 
 
 def _sleeping_rank(cases: Sequence[Case], action_s: float, repeats: int) -> Any:
