@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData, prepare
 from framework.memory import measure
 from framework.metrics.record import StepRecord
 from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due
-from framework.train import seed_everything, train
 from tests.rank_pool import RankPool
+from tests.runs import run_steps
 from tests.tiny import MIXTURES, run_context, tiny_config
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -28,20 +25,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "dp": 2, "schedule": "dualpipe", "zero": 3, "precision": {"compute": "bf16"}},
     {"dp": 4, "zero": 3, "parallel": {"expert_parallel_size": 2}, "model": MIXTURES["deepseek_v3"]},
 ]
-
-
-def run_steps(config: TrainConfig, run: RunContext, stop_after: int | None = None) -> list[StepRecord]:
-    """Train, or go on, and stop after that many steps as a killed run would."""
-    seed_everything(config.seed, deterministic=config.deterministic)
-    assembly = build(config, run.data, torch.device("cpu"))
-    records: list[StepRecord] = []
-    for record in train(assembly, resume(assembly, run)):
-        records.append(record)
-        save_if_due(assembly, run, record.step + 1)
-        if record.step + 1 == stop_after:
-            break
-    dist.barrier()
-    return records
 
 
 def steps(ranks: RankPool, config: TrainConfig, run: RunContext) -> list[StepRecord]:

@@ -26,7 +26,7 @@ from framework.train import seed_everything, train
 from parallel.expert_copies import places_of
 from parallel.placement import ExpertsByRank
 from tests.framework.test_parity import assert_parity, measure
-from tests.framework.test_rebalance import train_and_move, whole_state
+from tests.framework.test_rebalance import skewed_config, train_and_move, whole_state
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 
@@ -187,22 +187,7 @@ def test_copies_stay_equal_where_sizes_are_odd(
 
 def test_the_measured_imbalance_falls(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path) -> None:
     """A router that prefers the first experts and is not corrected; what ranks did is counted in the exchange."""
-    router = {
-        "router": "sigmoid",
-        "num_experts": 16,
-        "num_experts_per_token": 2,
-        "expert_intermediate_size": 8,
-    }
-    config = tiny_config(
-        dp=4,
-        zero=1,
-        num_microbatches=4,
-        parallel={"expert_parallel_size": 4},
-        model={"moe": router},
-        logger={"name": "none"},
-        training={"num_steps": 5},
-        balance={"interval_steps": 3, "policy": "pack", "spare_slots": 2},
-    )
+    config = skewed_config(policy="pack", spare_slots=2)
     run = run_context(tiny_data, tmp_path)
     records = ranks.run(train_and_move, 4, config, run, next_placement, 0.05)[0][0]
     balances = [record.balance for record in records if record.balance is not None]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import launch.train
-from framework.build import build
 from framework.checkpoint.box import TensorBox, shard_boxes
 from framework.checkpoint.storage import load, save
 from framework.config import TrainConfig
@@ -23,9 +22,6 @@ from framework.errors import ConfigError
 from framework.metrics.record import StepRecord
 from framework.optimizer import ModelOptimizer
 from framework.optimizer_config import OptimizerConfig
-from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due
-from framework.train import seed_everything, train
 from launch.train import LaunchOptions
 from parallel.collectives import Axis
 from parallel.mesh import Mesh, MeshConfig, build_mesh
@@ -33,6 +29,7 @@ from parallel.parameters import ParameterPlacement, place
 from parallel.zero import ShardedStage
 from parallel.zero_config import ZeroConfig
 from tests.rank_pool import RankPool
+from tests.runs import run_steps
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 
 NUM_EXPERTS = 4
@@ -219,20 +216,6 @@ def moe_config(name: str, ep: int, *, resume_from: Path | None = None, **layout:
             "resume": None if resume_from is None else str(resume_from),
         },
     )
-
-
-def run_steps(config: TrainConfig, run: RunContext, stop_after: int | None) -> list[StepRecord]:
-    """Train (or go on), and stop after that many steps as a killed run would."""
-    seed_everything(config.seed, deterministic=config.deterministic)
-    assembly = build(config, run.data, torch.device("cpu"))
-    records: list[StepRecord] = []
-    for record in train(assembly, resume(assembly, run)):
-        records.append(record)
-        save_if_due(assembly, run, record.step + 1)
-        if record.step + 1 == stop_after:
-            break
-    dist.barrier()
-    return records
 
 
 def what_is_learned(record: StepRecord) -> tuple[Any, ...]:

@@ -23,12 +23,13 @@ from framework.metrics.record import BalanceRecord, StepRecord
 from framework.moe import moe_layers
 from framework.rebalance import Balancer, next_placement
 from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due, state_boxes
+from framework.run_checkpoint import resume, state_boxes
 from framework.train import seed_everything, train
 from parallel.expert import even_placement
 from parallel.parameters import placement_of
 from parallel.placement import ExpertLayout, ExpertsByRank, imbalance, place_experts
 from tests.rank_pool import RankPool
+from tests.runs import run_steps
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -226,17 +227,8 @@ def there_and_back(config: TrainConfig, run: RunContext) -> tuple[bool, bool]:
 
 
 def with_checkpoints(config: TrainConfig, run: RunContext, stop_after: int | None) -> list[float]:
-    seed_everything(config.seed, deterministic=config.deterministic)
-    assembly = build(config, run.data, torch.device("cpu"))
-    losses: list[float] = []
     with patch.object(rebalance, "next_placement", shuffled):
-        for record in train(assembly, resume(assembly, run)):
-            losses.append(record.loss)
-            save_if_due(assembly, run, record.step + 1)
-            if record.step + 1 == stop_after:
-                break
-    dist.barrier()
-    return losses
+        return [record.loss for record in run_steps(config, run, stop_after)]
 
 
 def test_a_resumed_run_has_its_experts_where_they_were(
@@ -265,18 +257,15 @@ def test_a_resumed_run_has_its_experts_where_they_were(
     assert ranks.run(with_checkpoints, 2, other, stopped, None)[0] == pytest.approx(losses[3:], rel=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["swap", "pack"])
-def test_the_measured_imbalance_falls(
-    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, policy: str
-) -> None:
-    """A router that prefers the experts of the first ranks and is not corrected."""
+def skewed_config(**balance: Any) -> TrainConfig:
+    """A router of sixteen experts on four ranks that nothing corrects; they move after step 3 of 5."""
     router = {
         "router": "sigmoid",
         "num_experts": 16,
         "num_experts_per_token": 2,
         "expert_intermediate_size": 8,
     }
-    config = tiny_config(
+    return tiny_config(
         dp=4,
         zero=1,
         num_microbatches=4,
@@ -284,8 +273,16 @@ def test_the_measured_imbalance_falls(
         model={"moe": router},
         logger={"name": "none"},
         training={"num_steps": 5},
-        balance={"interval_steps": 3, "policy": policy},
+        balance={"interval_steps": 3, **balance},
     )
+
+
+@pytest.mark.parametrize("policy", ["swap", "pack"])
+def test_the_measured_imbalance_falls(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, policy: str
+) -> None:
+    """A router that prefers the experts of the first ranks and is not corrected."""
+    config = skewed_config(policy=policy)
     run = run_context(tiny_data, tmp_path)
     records = ranks.run(train_and_move, 4, config, run, next_placement, 0.03)[0][0]
     balances = [record.balance for record in records if record.balance is not None]

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
 from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due
 from framework.step import evaluate
-from framework.train import seed_everything, train
+from framework.train import train
 from tests.rank_pool import RankPool
+from tests.runs import run_steps
 from tests.tiny import run_context, tiny_config
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -28,22 +27,12 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def run_steps(
+def losses_and_norms(
     config: TrainConfig, run: RunContext, stop_after: int | None
 ) -> tuple[list[float], list[float]]:
-    """Train (or go on), and stop after that many steps as a killed run would: losses and norms of each step."""
-    seed_everything(config.seed, deterministic=config.deterministic)
-    assembly = build(config, run.data, torch.device("cpu"))
-    losses: list[float] = []
-    norms: list[float] = []
-    for record in train(assembly, resume(assembly, run)):
-        losses.append(record.loss)
-        norms.append(record.grad_norm)
-        save_if_due(assembly, run, record.step + 1)
-        if record.step + 1 == stop_after:
-            break
-    dist.barrier()
-    return losses, norms
+    """Of each step that `run_steps` makes."""
+    records = run_steps(config, run, stop_after)
+    return [record.loss for record in records], [record.grad_norm for record in records]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -59,12 +48,12 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     )
     world_size = config.parallel.world_size
     run = run_context(tiny_data, tmp_path / "undisturbed")
-    losses, norms = ranks.run(run_steps, world_size, config, run, None)[0]
+    losses, norms = ranks.run(losses_and_norms, world_size, config, run, None)[0]
     stopped = run_context(tiny_data, tmp_path / "stopped")
-    before = ranks.run(run_steps, world_size, config, stopped, 4)[0]
+    before = ranks.run(losses_and_norms, world_size, config, stopped, 4)[0]
     assert before[0] == losses[:4]
     resumed = replace(config, checkpoint=replace(config.checkpoint, resume=str(stopped.run_dir)))
-    after = ranks.run(run_steps, world_size, resumed, stopped, None)[0]
+    after = ranks.run(losses_and_norms, world_size, resumed, stopped, None)[0]
     assert after == (losses[3:], norms[3:])
 
 
@@ -75,7 +64,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     checkpoint = {"enabled": True, "interval_steps": 3}
     config = tiny_config(**LAYOUTS[0], training={"num_steps": 6}, checkpoint=checkpoint)
     run = run_context(tiny_data, tmp_path)
-    losses, _ = ranks.run(run_steps, 8, config, run, None)[0]
+    losses, _ = ranks.run(losses_and_norms, 8, config, run, None)[0]
     other = tiny_config(
         tp=2,
         num_microbatches=8,
@@ -85,7 +74,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     )
     for leftover in (tmp_path / "checkpoints").glob("step-00000006"):
         leftover.rename(tmp_path / "set-aside")
-    after, _ = ranks.run(run_steps, 2, other, run, None)[0]
+    after, _ = ranks.run(losses_and_norms, 2, other, run, None)[0]
     assert after == pytest.approx(losses[3:], rel=1e-5)
 
 
@@ -94,14 +83,14 @@ def test_resuming_with_other_data_is_refused(
 ) -> None:
     config = tiny_config(training={"num_steps": 2}, checkpoint={"enabled": True})
     run = run_context(tiny_data, tmp_path)
-    ranks.run(run_steps, 1, config, run, None)
+    ranks.run(losses_and_norms, 1, config, run, None)
     resumed = replace(config, checkpoint=replace(config.checkpoint, resume=str(tmp_path)))
     for changed, key in (
         (replace(resumed, seed=1), "seed"),
         (replace(resumed, schedule=replace(resumed.schedule, num_microbatches=8)), "global_batch_size"),
     ):
         with pytest.raises(AssertionError, match=f"its {key} is"):
-            ranks.run(run_steps, 1, changed, run, None)
+            ranks.run(losses_and_norms, 1, changed, run, None)
 
 
 def test_bf16_follows_fp32(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path) -> None:
@@ -115,7 +104,9 @@ def test_bf16_follows_fp32(ranks: RankPool, tiny_data: PreparedData, tmp_path: P
             precision={"compute": precision},
             training={"num_steps": 20},
         )
-        losses[precision], _ = ranks.run(run_steps, 4, config, run_context(tiny_data, tmp_path), None)[0]
+        losses[precision], _ = ranks.run(losses_and_norms, 4, config, run_context(tiny_data, tmp_path), None)[
+            0
+        ]
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.3
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
     assert losses["bf16"] != losses["fp32"]
@@ -178,5 +169,5 @@ def test_a_diverged_run_stops_and_keeps_its_sound_checkpoint(
         checkpoint={"enabled": True, "interval_steps": 1, "keep": 1},
     )
     with pytest.raises(AssertionError, match="FloatingPointError: the gradient norm is nan after 1 steps"):
-        ranks.run(run_steps, 1, config, run_context(tiny_data, tmp_path), None)
+        ranks.run(losses_and_norms, 1, config, run_context(tiny_data, tmp_path), None)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

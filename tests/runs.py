@@ -1,0 +1,27 @@
+"""Runs of ranks that several tests make."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from framework.build import build
+from framework.config import TrainConfig
+from framework.metrics.record import StepRecord
+from framework.run import RunContext
+from framework.run_checkpoint import resume, save_if_due
+from framework.train import seed_everything, train
+
+
+def run_steps(config: TrainConfig, run: RunContext, stop_after: int | None = None) -> list[StepRecord]:
+    """Train, or go on, and stop after that many steps as a killed run would."""
+    seed_everything(config.seed, deterministic=config.deterministic)
+    assembly = build(config, run.data, torch.device("cpu"))
+    records: list[StepRecord] = []
+    for record in train(assembly, resume(assembly, run)):
+        records.append(record)
+        save_if_due(assembly, run, record.step + 1)
+        if record.step + 1 == stop_after:
+            break
+    dist.barrier()
+    return records
