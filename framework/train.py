@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import os
 import random
@@ -21,6 +20,7 @@ from torch.utils import deterministic as deterministic_kernels
 from framework import rebalance, run_checkpoint
 from framework.assembly import Assembly
 from framework.build import build, start_process_group
+from framework.collector import frozen_objects
 from framework.config import TrainConfig, TrainingConfig
 from framework.config_mapping import to_mapping
 from framework.measure import (
@@ -124,9 +124,12 @@ def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str
     seed_everything(config.seed, deterministic=config.deterministic)
     assembly = build(config, run.data, device)
     first_step = run_checkpoint.resume(assembly, run)
-    # What is alive now stays; the collector need not walk over it in the middle of a step, on each rank at another.
-    gc.collect()
-    gc.freeze()
+    return _train_and_record(assembly, run, first_step)
+
+
+@frozen_objects()
+def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> dict[str, Any] | None:
+    config = assembly.config
     if assembly.mesh.rank > 0:
         for record in train(assembly, first_step):
             run_checkpoint.save_if_due(assembly, run, record.step + 1)

@@ -26,6 +26,7 @@ of a whole backward, which a split backward does not fire.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -182,8 +183,11 @@ class FlatUnit:
         self._slot_of = {
             id(new): slot for slot, new in zip(self.slots, self.parameters.values(), strict=True)
         }
+        # A parameter keeps its hook in C++, where Python's collector sees no cycle: a hook that held this unit would keep
+        # both for the life of the process.
+        unit = weakref.ref(self)
         for parameter in self.parameters.values():
-            parameter.register_post_accumulate_grad_hook(self._take_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda grown, unit=unit: _take_gradient(unit, grown))
         self._pending_gather: PendingGather | None = None
         self._copies = None if expert is None else CopiesReduction(replica, expert)
         self._place_copies()
@@ -270,13 +274,6 @@ class FlatUnit:
         if self._grad_whole is None:
             self._grad_whole = torch.zeros(self._padded_size, device=self._whole.device)
         return self._view(self._grad_whole, self._slot_of[id(parameter)])
-
-    @torch.no_grad()
-    def _take_gradient(self, parameter: nn.Parameter) -> None:
-        # A weight whose gradient was deferred gets here without one.
-        if parameter.grad is not None:
-            self.gradient_buffer(parameter).add_(parameter.grad)
-            parameter.grad = None
 
     def begin_step(self) -> None:
         self._grad.zero_()
@@ -408,6 +405,16 @@ class FlatUnit:
             gradients=gradients,
             host=0 if is_here else master,
         )
+
+
+@torch.no_grad()
+def _take_gradient(unit_ref: weakref.ref[FlatUnit], parameter: nn.Parameter) -> None:
+    unit = unit_ref()
+    assert unit is not None, "a parameter outlived the unit that accumulates its gradient"
+    # A weight whose gradient was deferred gets here without one.
+    if parameter.grad is not None:
+        unit.gradient_buffer(parameter).add_(parameter.grad)
+        parameter.grad = None
 
 
 def _rounded_up(value: int, multiple: int) -> int:

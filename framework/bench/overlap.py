@@ -6,7 +6,6 @@ the halves of a pair interleaved and without, in turn.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.bench.compute import timed
+from framework.collector import frozen_objects
 from models.config import ModelConfig, MoEConfig
 from models.partition import partition
 from models.transformer import TransformerStage, materialize
@@ -133,6 +133,7 @@ class Row:
         return min(each.step_s for each in self.without) / min(each.step_s for each in self.with_overlap)
 
 
+@frozen_objects()
 def measure_overlap(
     schedules: Sequence[str],
     num_microbatches: int,
@@ -147,8 +148,6 @@ def measure_overlap(
     injected_bytes_per_s: where the network is not slow itself, how fast tokens are made to travel.
     """
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     rows: list[Row] = []
     for name in schedules:
         schedule = generate(name, PIPELINE_RANKS, num_microbatches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from framework.bench.compute import timed
 from framework.bench.sleeping import TORCH_SCHEDULES, SleepCosts, Sleeper, our_step, torch_step
+from framework.collector import frozen_objects
 from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import send_early
 from parallel.pipeline.simulate import Costs, simulate
@@ -83,6 +83,7 @@ class Row:
         return statistics.median(ours.step_s / theirs.step_s for ours, theirs in pairs)
 
 
+@frozen_objects()
 def measure_sleeping(
     cases: Sequence[Case], action_s: float, repeats: int, report: Callable[[Row], None] | None = None
 ) -> list[Row]:
@@ -92,9 +93,6 @@ def measure_sleeping(
     are made in it). Our steps and torch's alternate, each after a barrier.
     """
     torch.set_num_threads(1)
-    # A collection in the middle of a step would be counted as idle time.
-    gc.collect()
-    gc.freeze()
     rows: list[Row] = []
     group = dist.group.WORLD
     assert group is not None
