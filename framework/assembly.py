@@ -18,7 +18,8 @@ from parallel.collectives import Axis, ByteMeter
 from parallel.mesh import Mesh
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.runtime import Runtime
-from parallel.pipeline.simulate import bubble_formula, simulate
+from parallel.pipeline.schedules.registry import bubble_formula
+from parallel.pipeline.simulate import simulate
 from parallel.zero import ShardedStage
 
 
@@ -116,13 +117,7 @@ class Assembly:
 def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
     """The bubbles of `schedule`, as it is executed, at the configured costs; and its published formula's."""
     costs = schedule_costs(config, schedule)
-    formula = bubble_formula(
-        schedule.name,
-        schedule.num_ranks,
-        schedule.num_microbatches,
-        costs,
-        num_chunks=schedule.num_stages // schedule.num_ranks,
-    )
+    formula = bubble_formula(schedule, costs)
     simulation = simulate(schedule, costs)
     return ExpectedBubble(
         simulated=simulation.bubble_makespan,

@@ -16,7 +16,7 @@ from parallel.mesh import MeshConfig
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.config import ScheduleConfig
 from parallel.pipeline.costs import costs_from
-from parallel.pipeline.source import schedule_from
+from parallel.pipeline.schedules.registry import schedule_from
 
 
 def check(config: TrainConfig) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from parallel.pipeline.schedules.registry import all_schedules
+
 if TYPE_CHECKING:
     from framework.config import TrainConfig
 
@@ -86,19 +88,7 @@ FEATURES: tuple[Feature, ...] = (
     _axis("data_parallel", "data parallelism"),
     _axis("context_parallel", "context parallelism"),
     _axis("expert_parallel", "expert parallelism"),
-    _schedule("naive", "naive schedule"),
-    _schedule("gpipe", "GPipe"),
-    _schedule("1f1b", "1F1B"),
-    _schedule("interleaved_1f1b", "interleaved 1F1B"),
-    _schedule("zb1p", "ZB-H1"),
-    _schedule("zb_h2", "ZB-H2"),
-    _schedule("zbv", "ZB-V"),
-    _schedule("v_half", "V-Half"),
-    _schedule("v_min", "V-Min"),
-    _schedule("dualpipe", "DualPipe, two copies"),
-    _schedule("dualpipe_v", "DualPipe in a V"),
-    _schedule("auto", "a searched schedule"),
-    _schedule("csv", "a schedule from a file"),
+    *(_schedule(each.name, each.title) for each in all_schedules().values()),
     _zero(1, "ZeRO-1"),
     _zero(2, "ZeRO-2"),
     _zero(3, "ZeRO-3"),

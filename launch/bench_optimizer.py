@@ -20,7 +20,7 @@ def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console
 
     Raises ValueError: where a schedule does not take the sizes. RunFailedError: where a rank fails.
     """
-    from parallel.pipeline.generate import generate
+    from parallel.pipeline.schedules.registry import generate
 
     for name in config.schedules:
         generate(name, config.num_ranks, config.num_microbatches)

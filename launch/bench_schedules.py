@@ -61,10 +61,10 @@ def _cases(config: ScheduleBenchConfig) -> list[Case]:
     Raises ValueError: where it does not.
     """
     from framework.bench.schedules import Case
-    from parallel.pipeline.generate import GENERATORS, generate
+    from parallel.pipeline.schedules.registry import generate, generated_schedules
 
     cases: list[Case] = []
-    for name in config.schedules or tuple(GENERATORS):
+    for name in config.schedules or tuple(generated_schedules()):
         for num_microbatches in config.num_microbatches:
             try:
                 generate(name, config.num_ranks, num_microbatches)

@@ -17,6 +17,7 @@ from typing import Any
 from framework.config import TrainConfig
 from framework.config_mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
 from framework.errors import ConfigError
+from parallel.pipeline.schedules.registry import all_schedules
 
 _CONF = "conf"
 _ROOT = "train"
@@ -30,10 +31,10 @@ class Choices:
 
 
 def find_choices(config_dir: Path | None = None) -> Choices:
-    """The groups of the package `conf`, with those that the user's `config_dir` adds."""
+    """The groups of the package `conf`, every schedule there is, and what the user's `config_dir` adds."""
     import conf
 
-    options: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {"schedule": set(all_schedules())}
     roots = [Path(folder) for folder in conf.__path__] + ([config_dir] if config_dir else [])
     for root in roots:
         for path in root.glob("*/*.yaml"):
@@ -87,7 +88,10 @@ def compose_mapping(overrides: Sequence[str], config_dir: Path | None = None) ->
         raise ConfigError([f"--config-dir {config_dir}: no such folder; name one laid out like conf/"])
     _check_overrides(overrides, find_choices(config_dir))
     # OmegaConf makes frozen dataclasses read-only and has no Literal, hence plain values.
-    ConfigStore.instance().store(name="schema", node=to_mapping(TrainConfig()))
+    store = ConfigStore.instance()
+    store.store(name="schema", node=to_mapping(TrainConfig()))
+    for name in all_schedules():
+        store.store(group="schedule", name=name, node={"name": name})
     search_path = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
         with initialize_config_module(_CONF, version_base="1.3"):

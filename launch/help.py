@@ -70,7 +70,10 @@ COMMANDS: dict[str, Command] = {
             with the costs you give, and draws the timeline. Looks at the pipeline's size and the schedule only:
             the model need not fit.""",
         overrides=(
-            ("schedule=dualpipe", "one of conf/schedule: gpipe, 1f1b, zbv, ..., auto, csv"),
+            (
+                "schedule=dualpipe",
+                "1f1b, zbv, dualpipe, ..., auto, csv (`counterflow simulate --help` lists all)",
+            ),
             ("parallel.pipeline_parallel_size=8", "pipeline ranks"),
             ("schedule.num_microbatches=20", "micro-batches of a step, both directions"),
             ("schedule.costs.profile=FILE", "costs that `counterflow profile` measured"),

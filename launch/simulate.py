@@ -17,8 +17,9 @@ from parallel.pipeline.action import Schedule
 from parallel.pipeline.costs import Costs
 from parallel.pipeline.draw import timeline_png, timeline_svg
 from parallel.pipeline.passes import lower, why_not_overlapped
-from parallel.pipeline.simulate import FormulaBubble, Simulation, bubble_formula, simulate
-from parallel.pipeline.source import schedule_from
+from parallel.pipeline.schedules.definition import FormulaBubble
+from parallel.pipeline.schedules.registry import bubble_formula, schedule_from
+from parallel.pipeline.simulate import Simulation, simulate
 from parallel.pipeline.text import to_csv
 from parallel.pipeline.verify import Report, verify
 from parallel.pipeline.volume import Volume, data_volume, pipeline_volume
@@ -63,13 +64,7 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
 
     costs = schedule_costs(config, schedule)
     simulation = simulate(schedule, costs)
-    formula = bubble_formula(
-        schedule.name,
-        num_ranks,
-        schedule.num_microbatches,
-        costs,
-        num_chunks=schedule.num_stages // num_ranks,
-    )
+    formula = bubble_formula(schedule, costs)
     volume = _volume(config, schedule, executable, costs)
     if config.overlaps_experts and executable is not None and (reason := why_not_overlapped(executable)):
         notes.append(reason)

@@ -18,7 +18,7 @@ from models.transformer import TransformerStage, materialize
 from parallel.collectives import Axis
 from parallel.loss import vocab_parallel_cross_entropy
 from parallel.pipeline.api import build_pipeline
-from parallel.pipeline.generate import generate
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 
 VOCAB_SIZE = 4096

@@ -20,10 +20,10 @@ from framework.bench.sleeping import SleepCosts, Sleeper, SleepingStage
 from framework.optimizer import ModelOptimizer
 from framework.optimizer_config import OptimizerConfig
 from parallel.collectives import Axis
-from parallel.pipeline.generate import generate
 from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.stage import Stage
 from parallel.zero import ShardedStage

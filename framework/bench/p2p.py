@@ -13,8 +13,8 @@ import torch.distributed as dist
 from framework.bench.compute import timed
 from framework.bench.sleeping import SleepCosts, Sleeper, our_step
 from parallel.pipeline.action import Kind
-from parallel.pipeline.generate import generate
 from parallel.pipeline.p2p import Channel, Transport, specs_of
+from parallel.pipeline.schedules.registry import generate
 
 Case = Literal["contiguous", "transposed", "1f1b step", "dualpipe_v step"]
 CASES: tuple[Case, ...] = ("contiguous", "transposed", "1f1b step", "dualpipe_v step")

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from framework.bench.compute import timed
 from framework.bench.sleeping import TORCH_SCHEDULES, SleepCosts, Sleeper, our_step, torch_step
 from framework.collector import frozen_objects
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import send_early
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 
 

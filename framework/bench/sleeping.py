@@ -15,28 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedules.registry import generated_schedules
 from parallel.pipeline.stage import PlainParameters, Stage
 
 # Where torch has a schedule of the same shape.
 TORCH_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zb1p": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipe_v": ScheduleDualPipeV,
+    name: getattr(torch_schedules, each.torch_name)
+    for name, each in generated_schedules().items()
+    if each.torch_name is not None
 }
 _SINGLE_STAGE = ("gpipe", "1f1b")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -105,7 +105,8 @@ class Schedule:
 
     `actions[rank]` is that rank's list. `placement[direction][stage]` is the rank that holds this stage for
     micro-batches of this direction; one-copy schedules have one direction. Micro-batches are numbered over
-    both directions: direction 0 has the first half.
+    both directions: direction 0 has the first half. pairs_chunks: whether a backward and the forward after it may
+    become an overlapped pair, for what a rank sends to hide under it.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Schedule:
     num_microbatches: int
     placement: tuple[tuple[int, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
+    pairs_chunks: bool = field(default=False, compare=False)
 
     @property
     def num_ranks(self) -> int:

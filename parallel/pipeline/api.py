@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.pipeline.action import COMPUTE, Schedule
-from parallel.pipeline.generate import generate
 from parallel.pipeline.overlap import Interleaver
 from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.stage import PlainParameters, Stage
 from parallel.pipeline.verify import verify
 

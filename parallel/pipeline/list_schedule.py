@@ -1,7 +1,7 @@
 """List scheduling of a one-copy pipeline under a memory bound: one pass in the order of time, by a policy.
 
 Every rank takes, whenever it is free, the best action that can start: which one is best, how far it runs ahead and
-when it fills a gap with a weight gradient is the policy. `parallel.pipeline.search` tries many.
+when it fills a gap with a weight gradient is the policy. `parallel.pipeline.schedules.auto` tries many.
 """
 
 from __future__ import annotations

@@ -45,13 +45,13 @@ def lower(
     zero_stage: 3 adds UNSHARD and RESHARD; gradients are reduced at every stage.
     reshard_after: see `add_unshard`. early_sends: see `send_early`.
     overlap: the runtime runs the halves of a pair together (parallel/pipeline/overlap.py), so pairs stay whole, and
-        interleaved_1f1b gets some (`pair_chunks`).
+        schedules that say `pairs_chunks` get some.
 
     Raises ValueError: an unknown `zero_stage` or `reshard_after`. ScheduleError: the schedule cannot run.
     """
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero.stage={zero_stage}: ZeRO has the stages 0 to 3; choose one of them")
-    if overlap and schedule.name == "interleaved_1f1b":
+    if overlap and schedule.pairs_chunks:
         schedule = pair_chunks(schedule)
     if early_sends:
         schedule = send_early(schedule, keep_pairs=overlap)
@@ -92,7 +92,7 @@ def why_not_overlapped(schedule: Schedule) -> str | None:
         return None
     return (
         f"schedule {schedule.name} has no pairs of a forward and a backward, so every exchange of tokens is waited for "
-        "(expert_wait in the record); dualpipe, dualpipe_v and interleaved_1f1b hide them"
+        "(expert_wait in the record); choose a schedule that has pairs, such as dualpipe"
     )
 
 

@@ -9,24 +9,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from parallel.offload.timing import Copy, CopyModel, RankCopies
-from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
+from parallel.pipeline.action import COMPUTE, Action, Schedule
 from parallel.pipeline.arrays import CODES, KINDS, Ints, Leaves, Products, leaves_of, peaks
 from parallel.pipeline.costs import Costs, costs_from
 from parallel.pipeline.dependencies import RULES, ScheduleError
 
 __all__ = [
     "Costs",
-    "FormulaBubble",
     "Interval",
     "Simulation",
     "Work",
-    "bubble_formula",
     "costs_from",
     "peak_live",
     "simulate",
@@ -275,50 +273,3 @@ def peak_live(actions: Sequence[Action]) -> tuple[int, int]:
     """
     (activations,), (held,) = peaks(leaves_of([actions]))
     return activations, held
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormulaBubble:
-    """A published bubble formula: idle time per rank, and its share of idle and busy time together."""
-
-    text: str
-    idle: float
-    fraction: float
-
-
-def bubble_formula(
-    name: str, num_ranks: int, num_microbatches: int, costs: Costs, *, num_chunks: int = 1
-) -> FormulaBubble | None:
-    """The published formula for the schedule `name`, or None where there is none. num_chunks: stages of a rank.
-
-    Exact for equal stages without communication in the balanced case only: print it beside a simulated value,
-    never instead of it. Costs that differ between stages enter by their mean.
-    """
-    forward, backward, weight_gradient = (costs.mean_of_kind(kind) for kind in (Kind.F, Kind.B, Kind.W))
-    busy = num_microbatches * (forward + backward)
-    if name == "dualpipe_v":
-        # A V folds the two directions of twice the ranks and micro-batches into one.
-        folded = bubble_formula("dualpipe", 2 * num_ranks, 2 * num_microbatches, costs)
-        return None if folded is None else replace(folded, text="(PP-1)(F&B+B-3W)")
-    if name == "naive":
-        text, idle = "(PP-1) m (F+B)", (num_ranks - 1) * busy
-    elif name in ("gpipe", "1f1b"):
-        text, idle = "(PP-1)(F+B)", (num_ranks - 1) * (forward + backward)
-    elif name == "interleaved_1f1b":
-        text, idle, busy = "(PP-1)(F+B) of a chunk", (num_ranks - 1) * (forward + backward), num_chunks * busy
-    elif name == "zb1p":
-        text, idle = "(PP-1)(F+B-2W)", (num_ranks - 1) * (forward + backward - 2 * weight_gradient)
-    elif name == "dualpipe":
-        pair = costs.of_pair(forward, backward)
-        text = "(PP/2-1)(F&B+B-3W)"
-        idle = (num_ranks / 2 - 1) * (pair + backward - 3 * weight_gradient)
-        busy -= _mean_pairs(num_ranks, num_microbatches) * (forward + backward - pair)
-    else:
-        return None
-    return FormulaBubble(text=text, idle=idle, fraction=idle / (idle + busy))
-
-
-def _mean_pairs(num_ranks: int, num_microbatches: int) -> float:
-    """Overlapped pairs per rank of dualpipe, averaged over its ranks."""
-    half = num_ranks // 2
-    return sum(num_microbatches - 2 * num_ranks + half + depth + 1 for depth in range(half)) / half - 1 / half

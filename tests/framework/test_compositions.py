@@ -9,7 +9,7 @@ from framework.config import TrainConfig
 from framework.features import FEATURES, active_features
 from parallel.mesh import MeshConfig
 from parallel.pipeline.config import ScheduleConfig
-from parallel.pipeline.generate import GENERATORS
+from parallel.pipeline.schedules.registry import generated_schedules
 from parallel.zero_config import ZeroConfig
 
 _DUALPIPE_ZERO_3 = TrainConfig(
@@ -34,7 +34,7 @@ def test_the_features_of_a_config() -> None:
 
 
 def test_every_schedule_is_a_feature() -> None:
-    assert set(GENERATORS) <= {feature.key for feature in FEATURES}
+    assert set(generated_schedules()) <= {feature.key for feature in FEATURES}
 
 
 def test_rows_name_features_that_exist_once() -> None:

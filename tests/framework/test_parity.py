@@ -20,8 +20,8 @@ from framework.config_mapping import from_mapping
 from framework.data.prepare import PreparedData
 from framework.parity import Parity, train_and_compare, train_and_save
 from parallel.pipeline.config import ScheduleConfig
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.text import to_csv
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config

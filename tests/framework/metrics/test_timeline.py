@@ -27,8 +27,8 @@ from framework.metrics.timeline import (
 from framework.metrics.timeline_render import to_html, to_svg, write_files
 from framework.metrics.timeline_scene import WAIT_COLOURS, scene
 from parallel.pipeline.draw import COLOURS
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Clock, CopyInterval, Interval, Trace
 

@@ -19,8 +19,8 @@ from parallel.offload.plan import (
 )
 from parallel.offload.sizes import UnitBytes
 from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.verify import verify
 
 ONE = (UnitBytes(kept=1, most=1),)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from parallel.pipeline.action import Action, Kind, Schedule
 from parallel.pipeline.ahead import forwards_ahead, unused_receives
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.stage import PlainParameters, Stage
 from tests.rank_pool import RankPool
 
@@ -26,7 +26,7 @@ def test_1f1b_by_hand() -> None:
     assert forwards == [["0F0", "0F1"], ["1F0"], []]
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", generated_schedules())
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_everything_on_its_way_is_accounted_for(name: str, zero_stage: int) -> None:
     for num_ranks in (2, 4, 6):

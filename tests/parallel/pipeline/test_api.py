@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel.pipeline.action import Action, Schedule
 from parallel.pipeline.api import build_pipeline
-from parallel.pipeline.generate import generate
+from parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]

@@ -7,8 +7,8 @@ import pytest
 from parallel.pipeline.action import COMPUTE, RECEIVES, SENDS, Schedule
 from parallel.pipeline.arrays import Products, leaves_of, live, maxima
 from parallel.pipeline.dependencies import carried, destination, gives, needs
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate
 
 SCHEDULES = [("1f1b", 3, 5), ("dualpipe", 4, 10), ("zbv", 2, 5), ("interleaved_1f1b", 2, 4)]
 

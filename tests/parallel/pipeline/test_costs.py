@@ -12,8 +12,8 @@ from parallel.pipeline.action import Action
 from parallel.pipeline.config import CostsConfig
 from parallel.pipeline.cost_profile import CostProfile, Link, StageCost, load_profile, save_profile
 from parallel.pipeline.costs import Costs, costs_from
-from parallel.pipeline.generate import generate
-from parallel.pipeline.simulate import bubble_formula, simulate
+from parallel.pipeline.schedules.registry import generate, generated_schedules
+from parallel.pipeline.simulate import simulate
 from tests.parallel.pipeline.test_passes import parse
 
 PROFILE = CostProfile(
@@ -56,10 +56,10 @@ def test_times_of_actions() -> None:
 def test_the_formula_takes_every_cost() -> None:
     """Two stages of F = 1 and 3, B = 2 after half a unit of recomputation: (PP-1)(F+B) = 2 + 2.5."""
     costs = Costs(forward=(1.0, 3.0), backward=2.0, recompute=0.5)
-    formula = bubble_formula("1f1b", 2, 4, costs)
+    formula = generated_schedules()["1f1b"].bubble(2, 4, costs)
     assert formula is not None
     assert formula.idle == 4.5
-    pairs = bubble_formula("dualpipe", 4, 8, Costs(pair_overlap=1.0))
+    pairs = generated_schedules()["dualpipe"].bubble(4, 8, Costs(pair_overlap=1.0))
     assert pairs is not None
     assert pairs.idle == 2 + 2 - 3
 

@@ -19,7 +19,7 @@ from parallel.pipeline.dependencies import (
     send_of,
     weights_read,
 )
-from parallel.pipeline.generate import generate
+from parallel.pipeline.schedules.registry import generate
 
 Y, DX, DW = Value.ACTIVATION, Value.INPUT_GRADIENT, Value.WEIGHT_GRADIENT
 

@@ -11,7 +11,7 @@ import pytest
 
 from parallel.pipeline.action import Action
 from parallel.pipeline.draw import timeline_png, timeline_svg
-from parallel.pipeline.generate import generate
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, Interval, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.pipeline.action import RECEIVES, SENDS, Action, Kind, Schedule
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.verify import ScheduleError, verify
 from tests.parallel.pipeline.oracle import survives
 

@@ -19,11 +19,11 @@ from parallel.collectives import Axis
 from parallel.mesh import MeshConfig, build_mesh
 from parallel.pipeline.action import Kind
 from parallel.pipeline.api import build_pipeline
-from parallel.pipeline.generate import generate
 from parallel.pipeline.overlap import Half, Interleaver
 from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower, why_not_overlapped
 from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.stage import PlainParameters, Stage
 from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Recorder, Trace

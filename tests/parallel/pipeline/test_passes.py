@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
 from parallel.pipeline.dependencies import ScheduleError
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import (
     add_communication,
     add_reduce_grad,
@@ -21,10 +20,11 @@ from parallel.pipeline.passes import (
     merge_backward,
     pair_chunks,
 )
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.verify import verify
 from tests.parallel.pipeline.oracle import survives
-from tests.parallel.pipeline.test_generate import fitting_sizes
+from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
 
 
 def parse(*rows: str, placement: tuple[tuple[int, ...], ...], microbatches: int) -> Schedule:
@@ -233,7 +233,7 @@ def test_early_sends_split_what_others_wait_for() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("name", sorted(generated_schedules()))
 @pytest.mark.parametrize("zero_stage", [0, 3])
 def test_early_sends_keep_the_order_and_end_no_later(name: str, zero_stage: int) -> None:
     schedule = generate(name, 4, 8)
@@ -307,7 +307,9 @@ def test_overlap_keeps_pairs_whole_whatever_leaves_early() -> None:
         assert not any(each.kind is Kind.OVERLAP_F_B for actions in apart.actions for each in actions)
 
 
-@pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"dualpipe", "dualpipe_v", "interleaved_1f1b"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(generated_schedules()) - {"dualpipe", "dualpipe_v", "interleaved_1f1b"})
+)
 def test_overlap_changes_no_schedule_without_pairs(name: str) -> None:
     schedule = generate(name, 4, 8)
     assert lower(schedule, zero_stage=3, early_sends=True, overlap=True) == lower(

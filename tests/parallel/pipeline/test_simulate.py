@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,11 +13,11 @@ from parallel.offload.sizes import UnitBytes
 from parallel.offload.timing import CopyModel
 from parallel.pipeline.action import Kind, Schedule
 from parallel.pipeline.config import CostsConfig
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
-from parallel.pipeline.simulate import Costs, bubble_formula, costs_from, simulate
+from parallel.pipeline.schedules.registry import bubble_formula, generate, generated_schedules
+from parallel.pipeline.simulate import Costs, costs_from, simulate
 from parallel.pipeline.verify import ScheduleError, verify
-from tests.parallel.pipeline.test_generate import fitting_sizes
+from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
 from tests.parallel.pipeline.test_passes import parse
 
 
@@ -35,7 +37,7 @@ def test_golden_bubbles_of_32_microbatches(name: str, bubble: float) -> None:
     """.180 and .059, at F=I=W=1 on 8 ranks."""
     simulation = simulate(generate(name, 8, 32), Costs())
     assert simulation.bubble_makespan == pytest.approx(bubble)
-    formula = bubble_formula(name, 8, 32, Costs())
+    formula = generated_schedules()[name].bubble(8, 32, Costs())
     assert formula is not None
     assert formula.fraction == pytest.approx(simulation.bubble_makespan, rel=1e-12)
     assert formula.idle == pytest.approx(simulation.idle[0])
@@ -56,22 +58,22 @@ def test_the_formula_of_1f1b_is_exact_for_equal_stages(
     for name in ("1f1b", "gpipe"):
         simulation = simulate(generate(name, num_ranks, microbatches), costs)
         assert simulation.makespan == (microbatches + num_ranks - 1) * (forward + backward)
-        formula = bubble_formula(name, num_ranks, microbatches, costs)
+        formula = generated_schedules()[name].bubble(num_ranks, microbatches, costs)
         assert formula is not None
         assert simulation.idle == pytest.approx((formula.idle,) * num_ranks)
         assert simulation.bubble_makespan == pytest.approx(formula.fraction)
 
 
 def test_formulas_of_the_others() -> None:
-    dualpipe = bubble_formula("dualpipe", 8, 20, Costs(pair=2.0))
+    dualpipe = generated_schedules()["dualpipe"].bubble(8, 20, Costs(pair=2.0))
     assert dualpipe is not None
     assert dualpipe.idle == 3 * (2 + 2 - 3)
     simulation = simulate(generate("dualpipe", 8, 20), Costs(pair=2.0))
     assert sum(simulation.busy) / 8 == pytest.approx(dualpipe.idle / dualpipe.fraction - dualpipe.idle)
-    naive = bubble_formula("naive", 4, 3, Costs())
+    naive = generated_schedules()["naive"].bubble(4, 3, Costs())
     assert naive is not None
     assert naive.fraction == pytest.approx(simulate(generate("naive", 4, 3), Costs()).bubble_makespan) == 0.75
-    assert bubble_formula("csv", 4, 8, Costs()) is None
+    assert bubble_formula(replace(generate("gpipe", 4, 8), name="csv"), Costs()) is None
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_published_formulas_of_other_schedules(
 ) -> None:
     """At F=I=W=1 and pairs of 3 they meet the simulation."""
     costs = Costs(pair=3.0)
-    formula = bubble_formula(name, num_ranks, num_microbatches, costs, num_chunks=num_chunks)
+    formula = generated_schedules()[name].bubble(num_ranks, num_microbatches, costs, num_chunks=num_chunks)
     assert formula is not None
     assert formula.idle == idle
     assert formula.fraction == pytest.approx(fraction)

@@ -15,11 +15,11 @@ from torch.distributed.pipelining.schedules import (
 
 from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.dependencies import ScheduleError
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import add_communication, lower
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.text import from_csv, grid, to_csv
 from parallel.pipeline.verify import verify
-from tests.parallel.pipeline.test_generate import fitting_sizes
+from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
 from tests.parallel.pipeline.test_mutation import receives_at_the_last_moment
 
 

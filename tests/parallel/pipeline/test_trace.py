@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from parallel.mesh import MeshConfig, build_mesh
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.stage import PlainParameters, Stage
 from parallel.pipeline.trace import (

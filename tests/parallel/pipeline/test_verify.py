@@ -7,8 +7,8 @@ import time
 import pytest
 
 from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import forward_only, lower
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.verify import Report, ScheduleError, verify
 from tests.parallel.pipeline.test_passes import parse
@@ -171,7 +171,7 @@ def test_time_is_linear() -> None:
     assert seconds(512) < 24 * seconds(64)
 
 
-@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("name", sorted(generated_schedules()))
 def test_a_schedule_of_evaluation(name: str) -> None:
     """What `Runtime.evaluate` executes is proven with `forward_only`, and is incomplete without."""
     executable = lower(generate(name, 4, 8), zero_stage=3)

@@ -9,8 +9,8 @@ import pytest
 from parallel.pipeline.action import SENDS, Kind
 from parallel.pipeline.costs import Costs
 from parallel.pipeline.dependencies import channel_of
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.volume import LinkVolume, Volume, data_volume, pipeline_volume
 
 
@@ -27,7 +27,7 @@ def test_by_hand() -> None:
     assert (volume.forward_bytes, volume.backward_bytes, volume.by_axis) == (220, 220, {"pipeline": 440})
 
 
-@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("name", sorted(generated_schedules()))
 def test_against_the_sends(name: str) -> None:
     schedule = lower(generate(name, 4, 8), zero_stage=0)
     counts: Counter[tuple[int, int, bool]] = Counter()

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from parallel.pipeline.action import RECEIVES, SENDS, Action, Schedule
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.text import from_csv, to_csv
 from parallel.pipeline.verify import verify
 from tests.parallel.pipeline.oracle import survives
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[3] / "golden"
 GOLDEN_SIZES = [
     (name, p, 2 * p if name == "dualpipe" else p) for name in ("gpipe", "1f1b", "dualpipe") for p in (2, 4, 8)
 ]
@@ -139,7 +139,7 @@ def test_sizes_that_do_not_fit(
 
 
 def test_generators_know_whether_they_mirror() -> None:
-    for name, generator in GENERATORS.items():
+    for name, generator in generated_schedules().items():
         schedule: Schedule = generator.generate(4, 8)
         assert schedule.name == name
         assert generator.mirrored == any(len(schedule.replicas_of(stage)) > 1 for stage in range(4))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from parallel.pipeline.action import Kind, Schedule
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.text import from_csv, to_csv
 from parallel.pipeline.verify import verify
-from tests.parallel.pipeline.generate.torch_orders import (
+from tests.parallel.pipeline.schedules.torch_orders import (
     DUALPIPE_V,
     INTERLEAVED,
     ZBV,

@@ -29,40 +29,7 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
-def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-V: no bubble within a rank's span at F = I = W, with the memory of 1F1B.
-
-    A rank holds at most 2p activations and weight gradients to be computed, counted together; each is half a
-    rank's layers, so that is p micro-batches. It has its full effect from 2p-1 micro-batches on.
-    """
-    orders = [_zbv_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    return _schedule("zbv", num_microbatches, orders, max_held=2 * num_ranks)
-
-
-def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Half: about half the bubble of 1F1B at F = I = W, with half its memory.
-
-    A rank holds at most 2 ((p+2) // 2) activations and weight gradients to be computed, counted together: (p+2) // 2
-    micro-batches.
-    """
-    # Of the gaps that keep a rank's actions apart, those with which unequal F, I, W add no bubble per micro-batch.
-    turns = (4, 2, 4) if num_ranks % 2 == 0 else (1, 1, 2)
-    orders = _block_orders(num_ranks, num_microbatches, hops=(1, 2, 1, 2), turns=turns)
-    return _schedule("v_half", num_microbatches, orders, max_held=2 * ((num_ranks + 2) // 2))
-
-
-def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
-    """V-Min: about two thirds of the bubble of 1F1B at F = I = W, with a third of its memory.
-
-    A rank holds at most 2 ((p+4) // 3) activations and weight gradients to be computed, counted together: (p+4) // 3
-    micro-batches. Where F, I and W differ, each micro-batch adds to the bubble: the block leaves no slack.
-    """
-    turns = (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1)
-    orders = _block_orders(num_ranks, num_microbatches, hops=(1, 1, 1, 1), turns=turns)
-    return _schedule("v_min", num_microbatches, orders, max_held=2 * ((num_ranks + 4) // 3))
-
-
-def _schedule(
+def v_schedule(
     name: str, num_microbatches: int, orders: Sequence[Sequence[Action]], *, max_held: int
 ) -> Schedule:
     num_ranks = len(orders)
@@ -75,45 +42,7 @@ def _schedule(
     )
 
 
-def _zbv_order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
-    """Warm-up, groups of F, I, W on either stage in turn, drain; the weight gradients of the drain are left out.
-
-    Fewer than 2p-1 micro-batches run as the first of 2p-1 do.
-    """
-    near, far = rank, 2 * num_ranks - 1 - rank
-    behind = num_ranks - rank
-    total = max(num_microbatches, 2 * num_ranks - 1)
-    slots: list[tuple[Kind, int]] = [(Kind.F, near)] * (2 * behind - 1)
-    slots += [(Kind.F, far), (Kind.F, near)] * rank
-    slots += [(Kind.F, far), (Kind.I, far)] * behind
-    for turn in range(total - num_ranks):
-        if turn < total - 2 * num_ranks + 1 + rank:
-            slots.append((Kind.F, near))
-        slots += [(Kind.I, near), (Kind.F, far), (Kind.I, far)]
-    slots += [(Kind.I, near), (Kind.I, far)] * rank
-    slots += [(Kind.I, near)] * behind
-
-    issued = dict.fromkeys(set(slots), 0)
-    order: list[Action] = []
-    for kind, stage in slots:
-        if issued[kind, stage] < num_microbatches:
-            order.append(Action(stage, kind, issued[kind, stage]))
-        issued[kind, stage] += 1
-    return _with_weights_until_drain(order)
-
-
-def _with_weights_until_drain(order: Sequence[Action]) -> list[Action]:
-    """Each W right behind its I, up to the first I behind the last forward."""
-    last_forward = max(index for index, action in enumerate(order) if action.kind is Kind.F)
-    result: list[Action] = []
-    for index, action in enumerate(order):
-        result.append(action)
-        if action.kind is Kind.I and index <= last_forward + 1:
-            result.append(Action(action.stage, Kind.W, action.microbatch))
-    return result
-
-
-def _block_orders(
+def block_orders(
     num_ranks: int,
     num_microbatches: int,
     *,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from parallel.pipeline.action import Action, Kind
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.simulate import Costs, simulate
 from parallel.pipeline.text import from_csv, to_csv
 from parallel.pipeline.verify import verify
@@ -179,7 +179,7 @@ GOLDEN_SIZES = [
 @pytest.mark.parametrize(("name", "num_chunks", "num_ranks", "num_microbatches"), GOLDEN_SIZES)
 def test_golden_files(name: str, num_chunks: int, num_ranks: int, num_microbatches: int) -> None:
     schedule = generate(name, num_ranks, num_microbatches, num_chunks=num_chunks)
-    chunks = f"_v{num_chunks}" if GENERATORS[name].any_chunks else ""
+    chunks = f"_v{num_chunks}" if generated_schedules()[name].any_chunks else ""
     stem = f"{name}{chunks}_p{num_ranks}_m{num_microbatches}"
     text = (GOLDEN / f"{stem}.csv").read_text()
     assert to_csv(schedule, compute_only=True) == text
@@ -251,7 +251,7 @@ def test_refusals(name: str, num_microbatches: int, num_chunks: int | None, mess
 
 
 def test_generators_know_their_chunks() -> None:
-    for name, generator in GENERATORS.items():
+    for name, generator in generated_schedules().items():
         schedule = generate(name, 4, 8)
         assert schedule.name == name
         assert schedule.num_stages == 4 * generator.num_chunks

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -24,6 +25,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
         num_microbatches=num_microbatches,
         placement=(tuple(stage % num_ranks for stage in range(num_stages)),),
         actions=tuple(_of_rank(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks)),
+        pairs_chunks=num_chunks > 1,
     )
 
 
@@ -50,3 +52,21 @@ def _of_rank(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) 
     for index, backward in enumerate(backwards):
         actions += [*forwards[ahead + index : ahead + index + 1], backward]
     return tuple(actions)
+
+
+def _bubble(stages: EqualStages) -> tuple[float, float]:
+    return (stages.num_ranks - 1) * (stages.forward + stages.backward), stages.num_chunks * stages.busy
+
+
+SCHEDULE = GeneratedSchedule(
+    name="interleaved_1f1b",
+    title="interleaved 1F1B",
+    summary="1F1B over several stages a rank, stage s on rank s mod p; schedule.num_chunks says how many",
+    paper="Narayanan et al., arXiv 2104.04473",
+    generate=interleaved_1f1b,
+    num_chunks=2,
+    any_chunks=True,
+    has_pairs=True,
+    formula=Formula(text="(PP-1)(F+B) of a chunk", of=_bubble),
+    torch_name="ScheduleInterleaved1F1B",
+)

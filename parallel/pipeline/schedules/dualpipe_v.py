@@ -7,9 +7,12 @@ middle ranks of that one are the last rank of this.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallel.pipeline.action import Action, Schedule
-from parallel.pipeline.generate.dualpipe import FAR, NEAR, Issuer, eight_phases
-from parallel.pipeline.generate.v_shape import v_placement
+from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
+from parallel.pipeline.schedules.dualpipe import FAR, NEAR, Issuer, dualpipe_bubble, eight_phases
+from parallel.pipeline.schedules.v_shape import v_placement
 
 
 def validate_dualpipe_v(num_ranks: int, num_microbatches: int) -> None:
@@ -39,3 +42,24 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 def _of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
     issuer = Issuer(stage={NEAR: rank, FAR: 2 * num_ranks - 1 - rank}, first={NEAR: 0, FAR: 0})
     return eight_phases(issuer, depth=rank, half=num_ranks, share=num_microbatches)
+
+
+def _bubble(stages: EqualStages) -> tuple[float, float]:
+    # A V folds the two directions of twice the ranks and micro-batches into one.
+    return dualpipe_bubble(
+        replace(stages, num_ranks=2 * stages.num_ranks, num_microbatches=2 * stages.num_microbatches)
+    )
+
+
+SCHEDULE = GeneratedSchedule(
+    name="dualpipe_v",
+    title="DualPipe in a V",
+    summary="DualPipe folded into a V: one copy, two stages a rank; micro-batches at least twice the ranks",
+    paper="after DeepSeek-V3, arXiv 2412.19437",
+    generate=dualpipe_v,
+    validate=validate_dualpipe_v,
+    num_chunks=2,
+    has_pairs=True,
+    formula=Formula(text="(PP-1)(F&B+B-3W)", of=_bubble),
+    torch_name="ScheduleDualPipeV",
+)

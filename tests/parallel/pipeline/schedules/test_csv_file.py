@@ -10,10 +10,10 @@ from parallel.pipeline.action import COMPUTE
 from parallel.pipeline.config import CostsConfig, ScheduleConfig
 from parallel.pipeline.cost_profile import save_profile
 from parallel.pipeline.costs import costs_from
-from parallel.pipeline.generate import generate
 from parallel.pipeline.passes import lower
+from parallel.pipeline.schedules.csv_file import read_csv
+from parallel.pipeline.schedules.registry import generate, schedule_from
 from parallel.pipeline.simulate import simulate
-from parallel.pipeline.source import read_csv, schedule_from
 from parallel.pipeline.text import to_csv
 from parallel.pipeline.verify import verify
 from tests.parallel.pipeline.test_costs import PROFILE

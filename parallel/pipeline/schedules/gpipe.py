@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -21,3 +22,18 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
             for stage in range(num_ranks)
         ),
     )
+
+
+def _bubble(stages: EqualStages) -> tuple[float, float]:
+    return (stages.num_ranks - 1) * (stages.forward + stages.backward), stages.busy
+
+
+SCHEDULE = GeneratedSchedule(
+    name="gpipe",
+    title="GPipe",
+    summary="all forwards, then all backwards",
+    paper="Huang et al., arXiv 1811.06965",
+    generate=gpipe,
+    formula=Formula(text="(PP-1)(F+B)", of=_bubble),
+    torch_name="ScheduleGPipe",
+)

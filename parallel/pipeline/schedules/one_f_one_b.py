@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -28,3 +29,18 @@ def _of_stage(stage: int, num_ranks: int, num_microbatches: int) -> tuple[Action
             actions.append(Action(stage, Kind.F, microbatch + ahead))
         actions.append(Action(stage, Kind.B, microbatch))
     return tuple(actions)
+
+
+def _bubble(stages: EqualStages) -> tuple[float, float]:
+    return (stages.num_ranks - 1) * (stages.forward + stages.backward), stages.busy
+
+
+SCHEDULE = GeneratedSchedule(
+    name="1f1b",
+    title="1F1B",
+    summary="one forward, one backward: memory that does not grow with the number of micro-batches",
+    paper="Narayanan et al., arXiv 2006.09503",
+    generate=one_f_one_b,
+    formula=Formula(text="(PP-1)(F+B)", of=_bubble),
+    torch_name="Schedule1F1B",
+)

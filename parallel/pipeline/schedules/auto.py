@@ -15,10 +15,13 @@ from functools import lru_cache
 
 from parallel.pipeline.action import Kind, Schedule
 from parallel.pipeline.arrays import leaves_of, live, maxima
-from parallel.pipeline.costs import Costs
-from parallel.pipeline.generate import GENERATORS, generate
+from parallel.pipeline.config import CostsConfig, ScheduleConfig
+from parallel.pipeline.cost_profile import load_profile
+from parallel.pipeline.costs import Costs, costs_from
 from parallel.pipeline.list_schedule import Policy, Problem, list_schedule
 from parallel.pipeline.local_search import Orders, improve
+from parallel.pipeline.schedules.definition import Source, SourcedSchedule
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.simulate import simulate
 
 # Actions that may be placed in a search: about a second.
@@ -43,7 +46,7 @@ def placement_of(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 def built_in(num_ranks: int, num_microbatches: int, num_chunks: int) -> Iterator[Schedule]:
     """Every built-in schedule of the same placement that fits the sizes."""
     placement = (placement_of(num_ranks, num_chunks),)
-    for name, generator in GENERATORS.items():
+    for name, generator in generated_schedules().items():
         if generator.mirrored:
             continue
         try:
@@ -230,3 +233,49 @@ def _peaks(schedule: Schedule) -> tuple[int, int]:
     leaves = leaves_of(schedule.actions)
     activations, held = live(leaves)
     return max(maxima(leaves, activations)), max(maxima(leaves, activations + held))
+
+
+def _auto(config: ScheduleConfig, num_ranks: int) -> Source:
+    found = [
+        search(
+            costs_from(config.costs, num_ranks * num_chunks),
+            num_ranks,
+            config.num_microbatches,
+            num_chunks=num_chunks,
+            memory_limit=config.memory_limit_activations,
+            seed=config.search_seed,
+        )
+        for num_chunks in _chunks(config, num_ranks)
+    ]
+    best = min(found, key=lambda candidate: candidate.makespan)
+    return Source(schedule=best.schedule, note=f"auto: makespan {best.makespan:g}, found from {best.origin}")
+
+
+def _chunks(config: ScheduleConfig, num_ranks: int) -> tuple[int, ...]:
+    """Stages of a rank to search with: what is asked for, or what the costs are of."""
+    if config.num_chunks is not None:
+        if config.num_chunks > 2:
+            raise ValueError(
+                f"schedule.num_chunks={config.num_chunks}: auto places one stage on a rank, or two in a V; set it to "
+                "1, to 2, or to null for what the costs are of"
+            )
+        return (config.num_chunks,)
+    if config.costs.profile is not None:
+        # Of two stages a rank it tells the costs of one a rank as well, so both are searched.
+        return (1, 2) if load_profile(config.costs.profile).num_stages == 2 * num_ranks else (1,)
+    return (2,) if 2 * num_ranks in _lengths(config.costs) else (1,)
+
+
+def _lengths(costs: CostsConfig) -> set[int]:
+    """Of the costs that are given per stage."""
+    given = (costs.forward, costs.input_gradient, costs.weight_gradient, costs.backward, costs.recompute)
+    return {len(cost) for cost in given if isinstance(cost, tuple)}
+
+
+SCHEDULE = SourcedSchedule(
+    name="auto",
+    title="a searched schedule",
+    summary="searched for on given costs within a memory bound, never worse than the others of its placement; costs: "
+    "schedule.costs.profile (`counterflow profile` writes one), schedule.costs.forward=[..] and so on",
+    source=_auto,
+)

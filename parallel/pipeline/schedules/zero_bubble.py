@@ -9,26 +9,7 @@ from __future__ import annotations
 from parallel.pipeline.action import Action, Kind, Schedule
 
 
-def zb1p(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H1, the zero-bubble schedule with the memory of 1F1B; a third of its bubble at F = I = W.
-
-    Rank r holds at most p-r activations and what r+1 weight gradients need, at most p of both together. Idle time
-    for equal stages without communication: (p-1)(F+I-W).
-    """
-    return _schedule("zb1p", num_ranks, num_microbatches, steps=1)
-
-
-def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-H2: forwards fill the time before the first backward as well; no bubble within a rank's span at F = I = W.
-
-    Rank r holds at most 2(p-r)-1 activations and what 2r+1 weight gradients need, at most 2p-1 of both together.
-    Idle time within a rank's span for equal stages without communication: (p-1)(F+I-2W), from 2p-1 micro-batches
-    on.
-    """
-    return _schedule("zb_h2", num_ranks, num_microbatches, steps=2)
-
-
-def _schedule(name: str, num_ranks: int, num_microbatches: int, *, steps: int) -> Schedule:
+def zero_bubble_1f1b(name: str, num_ranks: int, num_microbatches: int, *, steps: int) -> Schedule:
     """steps: forwards that a rank runs further ahead than the next one, and the weight gradients it owes less."""
     return Schedule(
         name=name,

@@ -10,10 +10,10 @@ import pytest
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.arrays import leaves_of, live, maxima
 from parallel.pipeline.costs import Costs, Link
-from parallel.pipeline.generate import GENERATORS, generate
 from parallel.pipeline.list_schedule import Policy, Problem, list_schedule
 from parallel.pipeline.passes import lower
-from parallel.pipeline.search import lower_bound, placement_of, search
+from parallel.pipeline.schedules.auto import lower_bound, placement_of, search
+from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.simulate import simulate
 from parallel.pipeline.verify import verify
 from tests.parallel.pipeline.optimal import shortest_makespan
@@ -28,7 +28,7 @@ def peaks(schedule: Schedule) -> tuple[int, int]:
 def rivals(num_ranks: int, num_microbatches: int, num_chunks: int, limit: int) -> list[Schedule]:
     """Every built-in schedule of the placement within the limit, found by its placement alone."""
     found: list[Schedule] = []
-    for name in GENERATORS:
+    for name in generated_schedules():
         try:
             schedule = generate(name, num_ranks, num_microbatches)
         except ValueError:

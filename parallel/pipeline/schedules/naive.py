@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 
 def naive(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -24,3 +25,16 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
             for stage in range(num_ranks)
         ),
     )
+
+
+def _bubble(stages: EqualStages) -> tuple[float, float]:
+    return (stages.num_ranks - 1) * stages.busy, stages.busy
+
+
+SCHEDULE = GeneratedSchedule(
+    name="naive",
+    title="naive schedule",
+    summary="one micro-batch at a time through all stages: the baseline that the others improve on",
+    generate=naive,
+    formula=Formula(text="(PP-1) m (F+B)", of=_bubble),
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.pipeline.generate import generate
+from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.simulate import Costs, simulate
 
 # Table 9 (profiled T_F, T_B, T_W, T_comm), and from Table 5 the rates of 1F1B, ZB-H1, ZB-H2 and of interleaved

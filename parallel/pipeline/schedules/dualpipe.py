@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from parallel.pipeline.action import Action, Kind, Schedule
+from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 NEAR, FAR = 0, 1
 
@@ -125,3 +126,31 @@ class Issuer:
         """The oldest weight gradient that is still to be computed."""
         stage, microbatch = self._deferred.popleft()
         return Action(stage, Kind.W, microbatch)
+
+
+def dualpipe_bubble(stages: EqualStages) -> tuple[float, float]:
+    """Idle and busy time of a rank by the formula of DeepSeek-V3's report, over an even number of ranks."""
+    backward, pair = stages.backward, stages.pair
+    idle = (stages.num_ranks / 2 - 1) * (pair + backward - 3 * stages.weight_gradient)
+    hidden = _mean_pairs(stages.num_ranks, stages.num_microbatches) * (stages.forward + backward - pair)
+    return idle, stages.busy - hidden
+
+
+def _mean_pairs(num_ranks: int, num_microbatches: int) -> float:
+    """Overlapped pairs of a rank, averaged over the ranks."""
+    half = num_ranks // 2
+    return sum(num_microbatches - 2 * num_ranks + half + depth + 1 for depth in range(half)) / half - 1 / half
+
+
+SCHEDULE = GeneratedSchedule(
+    name="dualpipe",
+    title="DualPipe, two copies",
+    summary="two copies of each stage, micro-batches from both ends; an even number of ranks, and of micro-batches at "
+    "least twice as many",
+    paper="DeepSeek-V3, arXiv 2412.19437",
+    generate=dualpipe,
+    validate=validate_dualpipe,
+    mirrored=True,
+    has_pairs=True,
+    formula=Formula(text="(PP/2-1)(F&B+B-3W)", of=dualpipe_bubble),
+)
