@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from framework.config import TrainConfig
 from parallel.mesh import MeshConfig
@@ -71,11 +72,7 @@ def step_sizes(config: TrainConfig, next_count: Callable[[int], int] | None = No
         counts = {phase.num_microbatches for phase in phases if phase.first_step < config.training.num_steps}
         return tuple(sorted(counts | {full}))
     assert config.data.tokens_per_step is not None
-    if next_count is None:
-
-        def next_count(at_least: int) -> int:
-            return next_num_microbatches(config, at_least)
-
+    take = next_count or partial(next_num_microbatches, config)
     num_ranks = config.parallel.data_parallel_size
     fewest, most = filled_microbatches(
         tokens_per_step=config.data.tokens_per_step,
@@ -84,7 +81,7 @@ def step_sizes(config: TrainConfig, next_count: Callable[[int], int] | None = No
         pad_multiple=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
     )
     first, last = -(-fewest // num_ranks), -(-most // num_ranks)
-    return tuple(sorted({full} | {next_count(count) for count in _spread(first, last)}))
+    return tuple(sorted({full} | {take(count) for count in _spread(first, last)}))
 
 
 def _spread(first: int, last: int) -> Sequence[int]:

@@ -227,9 +227,9 @@ def test_a_wrong_gradient_is_seen(
 COMPOSED: dict[str, dict[str, Any]] = {
     "offloaded, validated afterwards, with biases of keys": {
         "pp": 2,
-        "zero": 2,
+        "tp": 2,
         "schedule": "gpipe",
-        "num_microbatches": 8,
+        "num_microbatches": 6,
         "model": {"attention_bias": True},
         "offload": {"policy": "schedule", "budget_share": 0.6},
         "optimizer": {"post_validation": True, "max_grad_norm": 100.0},
@@ -241,7 +241,7 @@ COMPOSED: dict[str, dict[str, Any]] = {
         "balance": {"interval_steps": 2, "goal": 1.0},
     },
     "a router with one choice": {
-        "pp": 2,
+        "tp": 2,
         "model": {"moe": {"num_experts": 4, "expert_intermediate_size": 24, "num_experts_per_token": 1}},
     },
 }
