@@ -13,6 +13,7 @@ from framework.data.loader import BatchLoader, StepData
 from framework.optimizer import ModelOptimizer
 from framework.rebalance import Balancer
 from framework.step_guard import StepGuard, StepUndo
+from framework.workload import Workload
 from models.cost import model_cost
 from parallel.collectives import Axis, ByteMeter
 from parallel.mesh import Mesh
@@ -48,15 +49,15 @@ class ExpectedBubble:
 class ExpectedBubbles:
     """The `ExpectedBubble` of each schedule of a run, worked out once for each number of micro-batches."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
         self._found: dict[int, ExpectedBubble] = {}
 
     def of(self, schedule: Schedule) -> ExpectedBubble:
         """`schedule` is the one that the run executes for its number of micro-batches."""
         count = schedule.num_microbatches
         if count not in self._found:
-            self._found[count] = expected_bubble(self._config, schedule)
+            self._found[count] = expected_bubble(self._workload, schedule)
         return self._found[count]
 
 
@@ -79,7 +80,7 @@ class Assembly:
     train: StepData
     validation: BatchLoader | None
     num_validation_batches: int
-    vocab_size: int
+    workload: Workload
     expected_bubbles: ExpectedBubbles
     device: torch.device
     balancer: Balancer | None = None
@@ -104,6 +105,10 @@ class Assembly:
         self.close()
 
     @property
+    def vocab_size(self) -> int:
+        return self.workload.vocab_size
+
+    @property
     def guard(self) -> StepGuard:
         """What decides whether a step is made."""
         return self.optimizer.guard
@@ -114,9 +119,9 @@ class Assembly:
         return [stage.module for stage in self.runtime.stages.values()]
 
 
-def expected_bubble(config: TrainConfig, schedule: Schedule) -> ExpectedBubble:
+def expected_bubble(workload: Workload, schedule: Schedule) -> ExpectedBubble:
     """The bubbles of `schedule`, as it is executed, at the configured costs; and its published formula's."""
-    costs = schedule_costs(config, schedule)
+    costs = schedule_costs(workload, schedule)
     formula = bubble_formula(schedule, costs)
     simulation = simulate(schedule, costs)
     return ExpectedBubble(

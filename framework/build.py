@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from framework.apex_kernels import ApexAdamW, use_apex_norms
 from framework.assembly import Assembly, Axes, ExpectedBubbles
 from framework.bf16_states import StochasticBf16AdamW
 from framework.config import TrainConfig
-from framework.config_rules import build_schedule, next_num_microbatches
 from framework.data.batch_plan import BatchPlan, BatchRampConfig
 from framework.data.documents import DocumentLoader
 from framework.data.loader import BatchLoader, StepData, TokenDataset
@@ -26,12 +24,12 @@ from framework.data.prepare import PreparedData
 from framework.disk_states import DiskStates
 from framework.host_states import HostStates, nothing_moves
 from framework.moe import routing_state
-from framework.offload import offloaded, offloader_for
+from framework.offload import offloader_for
 from framework.optimizer import ModelOptimizer
 from framework.rebalance import Balancer, initial_placement
-from framework.recompute import as_executed, recompute_plan
 from framework.step_guard import StepGuard, StepUndo
 from framework.updaters import TorchAdamW, Updater
+from framework.workload import Workload
 from models.config import ModelConfig
 from models.fp8 import use_fp8
 from models.partition import partition
@@ -40,12 +38,10 @@ from parallel.collectives import Axis, ByteMeter
 from parallel.expert import CommunicationPoint, ExpertParallel
 from parallel.fp8 import why_no_fp8
 from parallel.mesh import Mesh, build_mesh
-from parallel.pipeline.action import Schedule
 from parallel.pipeline.overlap import Interleaver
 from parallel.pipeline.payload import payload_of
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.stage import Stage
-from parallel.pipeline.verify import verify
 from parallel.zero import ShardedStage
 
 logger = logging.getLogger(__name__)
@@ -74,12 +70,8 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     Raises ValueError: where the layout does not fit the processes, the schedule or the model.
     """
     vocab_size = config.model.vocab_size or data.vocab_size
-
-    def lowered(num_microbatches: int) -> Schedule:
-        return lowered_schedule(config, num_microbatches, vocab_size=vocab_size, on_cpu=device.type == "cpu")
-
-    schedule = lowered(config.schedule.num_microbatches)
-    verify(schedule)
+    workload = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+    schedule = workload.schedule(workload.full_size)
     mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
     axes = _axes_of(mesh)
     slices = partition(
@@ -88,7 +80,6 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     # Without overlap it still measures what is exposed.
     interleaver = Interleaver(overlap=config.overlaps_experts) if axes.expert.size > 1 else None
     experts = expert_parallel(config, axes.expert, interleaver)
-    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=device.type == "cpu")
     kernels = kernel_choices(config, device)
     stages: dict[int, ShardedStage] = {}
     runtime_stages: dict[int, Stage] = {}
@@ -104,7 +95,7 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
             sequence_parallel=config.parallel.sequence_parallel,
             vocab_size=vocab_size,
             experts=experts,
-            recomputed=plan,
+            recomputed=workload.recompute_plan,
             device="meta",
             dtype=COMPUTE_DTYPES[config.precision.compute],
         )
@@ -127,15 +118,14 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         reverse_group=mesh.pipeline_reverse,
         device=device,
         meter=axes.meter,
-        reschedule=lowered,
+        reschedule=workload.schedule,
         p2p_chunk_bytes=config.comm.p2p_chunk_bytes,
         p2p_payload=payload_of(config.comm.pipeline_payload),
         interleaver=interleaver,
         offloader=offloader_for(
             config,
-            schedule,
+            workload.room,
             {index: stage.module for index, stage in runtime_stages.items()},
-            vocab_size=vocab_size,
             device=device,
         ),
     )
@@ -169,11 +159,11 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         stages=stages,
         runtime=runtime,
         optimizer=optimizer,
-        train=_training_data(config, mesh, TokenDataset(data.train)),
+        train=_training_data(workload, mesh, TokenDataset(data.train)),
         validation=validation,
         num_validation_batches=0 if validation is None else _num_validation_batches(config, validation),
-        vocab_size=vocab_size,
-        expected_bubbles=ExpectedBubbles(config),
+        workload=workload,
+        expected_bubbles=ExpectedBubbles(workload),
         device=device,
         balancer=balancer(config),
         undo=step_undo(stages.values(), [stage.module for stage in runtime_stages.values()])
@@ -226,23 +216,6 @@ def _sharded(
         host_masters=config.optimizer.offload.tier == "host" and device.type != "cpu",
         reduce_dtype=COMPUTE_DTYPES[config.precision.reduce],
     )
-
-
-def lowered_schedule(
-    config: TrainConfig,
-    num_microbatches: int,
-    *,
-    vocab_size: int | None = None,
-    on_cpu: bool | None = None,
-) -> Schedule:
-    """What the ranks execute in a step of so many micro-batches.
-
-    vocab_size: None, what the tokenizer is asked for. on_cpu: None, where there is no GPU.
-    Raises ValueError: where the schedule does not take them, or the activations are more than their budget.
-    """
-    counted = replace(config.schedule, num_microbatches=num_microbatches)
-    schedule = as_executed(config, build_schedule(counted, config.parallel))
-    return offloaded(config, schedule, vocab_size=vocab_size or config.expected_vocab_size, on_cpu=on_cpu)
 
 
 def balancer(config: TrainConfig) -> Balancer | None:
@@ -337,7 +310,8 @@ def expert_parallel(
     )
 
 
-def _training_data(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> StepData:
+def _training_data(workload: Workload, mesh: Mesh, dataset: TokenDataset) -> StepData:
+    config = workload.config
     if config.data.batching == "windows":
         return _loader(config, mesh, dataset, config.batch_plan)
     assert config.data.tokens_per_step is not None
@@ -350,7 +324,7 @@ def _training_data(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> St
         pad_multiple=config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1,
         data_parallel_rank=mesh.coordinate.data,
         data_parallel_size=mesh.config.data_parallel_size,
-        next_count=cache(lambda at_least: next_num_microbatches(config, at_least)),
+        next_count=workload.next_size,
     )
 
 

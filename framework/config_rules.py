@@ -8,15 +8,12 @@ from math import gcd
 from framework.compositions import refused
 from framework.config import TrainConfig
 from framework.errors import ConfigError
-from framework.offload import offloaded
-from framework.recompute import as_executed, recompute_plan
+from framework.step_sizes import build_schedule
+from framework.workload import Workload
 from models.config import ModelConfig
 from models.fp8 import fp8_problems
-from parallel.mesh import MeshConfig
 from parallel.pipeline.action import Schedule
-from parallel.pipeline.config import ScheduleConfig
 from parallel.pipeline.costs import costs_from
-from parallel.pipeline.schedules.registry import schedule_from
 
 
 def check(config: TrainConfig) -> None:
@@ -48,9 +45,8 @@ def check(config: TrainConfig) -> None:
                 f"{schedule.num_stages} stages and each needs a layer; set model.num_layers to "
                 f"{schedule.num_stages} or more, or lower parallel.pipeline_parallel_size"
             )
-        else:
-            problems += _recompute_problems(config, schedule)
-            problems += _offload_problems(config, schedule)
+        elif not problems:
+            problems += _workload_problems(Workload(config))
     if config.model.position == "learned" and config.data.seq_length > config.model.max_seq_length:
         problems.append(
             f"data.seq_length={config.data.seq_length}: model.position=learned has a row for each of "
@@ -118,17 +114,19 @@ def _optimizer_offload_problems(config: TrainConfig) -> list[str]:
     return problems
 
 
-def _recompute_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
-    try:
-        recompute_plan(config, schedule, vocab_size=config.expected_vocab_size)
-    except ValueError as error:
-        return [str(error)]
-    return []
+def check_workload(config: TrainConfig, vocab_size: int) -> None:
+    """Hold the steps of a run against its budgets once more, with the vocabulary of its data.
+
+    Raises ConfigError: where a step of whatever size does not keep within them.
+    """
+    if problems := _workload_problems(Workload(config, vocab_size=config.model.vocab_size or vocab_size)):
+        raise ConfigError(problems)
 
 
-def _offload_problems(config: TrainConfig, schedule: Schedule) -> list[str]:
+def _workload_problems(workload: Workload) -> list[str]:
+    """What a step of the run, of whatever size, could not execute."""
     try:
-        offloaded(config, as_executed(config, schedule), vocab_size=config.expected_vocab_size)
+        workload.check()
     except ValueError as error:
         return [str(error)]
     return []
@@ -195,37 +193,6 @@ def _ramp_problems(config: TrainConfig) -> list[str]:
                 "start_num_microbatches and increment so that it takes every size"
             ]
     return []
-
-
-def build_schedule(schedule: ScheduleConfig, parallel: MeshConfig) -> Schedule:
-    """The schedule that `schedule` names, for this many pipeline ranks.
-
-    Raises ValueError: for a name that there is none of, or (ranks, micro-batches, costs, file) that its rule refuses.
-    """
-    return schedule_from(schedule, parallel.pipeline_parallel_size).schedule
-
-
-def next_num_microbatches(config: TrainConfig, at_least: int) -> int:
-    """The least number of micro-batches, `at_least` or more, that the schedule takes.
-
-    Raises ValueError: where it takes none of the next ones.
-    """
-    reason = ""
-    # What schedules ask for repeats with the ranks and the stages of each: a multiple of them, or an even number.
-    first = max(at_least, 1)
-    for count in range(
-        first, first + 2 * config.model.num_layers + 2 * config.parallel.pipeline_parallel_size + 1
-    ):
-        try:
-            build_schedule(replace(config.schedule, num_microbatches=count), config.parallel)
-        except ValueError as error:
-            reason = reason or str(error)
-        else:
-            return count
-    raise ValueError(
-        f"data.batching=documents: a step needs {at_least} micro-batches or a few more, and "
-        f"schedule={config.schedule.name} takes none of these numbers: {reason}"
-    )
 
 
 def _tensor_problems(config: TrainConfig) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from framework.config import TrainConfig
-from framework.recompute import BYTES_PER_ELEMENT, recompute_plan, recompute_shares
+from framework.recompute import BYTES_PER_ELEMENT, recompute_shares
+from framework.workload import Workload
 from models.cost import model_cost, stage_parameters
 from models.partition import partition
 from parallel.pipeline.action import Schedule
@@ -23,20 +24,21 @@ class StageBytes:
     gradients: tuple[float, ...]
 
 
-def schedule_costs(config: TrainConfig, schedule: Schedule) -> Costs:
+def schedule_costs(workload: Workload, schedule: Schedule) -> Costs:
     """The configured costs of `schedule`, with what the run recomputes.
 
     schedule.costs.recompute stands where it is set, and a profile has measured it; else a stage's is the part of its
     forward that is run again, by FLOPs.
     Raises ValueError: where costs, or the model where it is recomputed, do not fit the schedule.
     """
+    config = workload.config
     costs = costs_from(config.schedule.costs, schedule.num_stages)
     is_given = config.schedule.costs.profile is not None or config.schedule.costs.recompute != 0.0
     if config.recompute.mode == "none" or is_given:
         return costs
-    vocab_size = config.expected_vocab_size
-    plan = recompute_plan(config, schedule, vocab_size=vocab_size)
-    shares = recompute_shares(config, schedule.num_stages, plan, vocab_size=vocab_size)
+    shares = recompute_shares(
+        config, schedule.num_stages, workload.recompute_plan, vocab_size=workload.vocab_size
+    )
     again = tuple(share * at(costs.forward, stage) for stage, share in enumerate(shares))
     return replace(costs, recompute=again)
 

@@ -14,7 +14,6 @@ from framework.activations import saved_bytes
 from framework.assembly import Assembly
 from framework.build import build, start_process_group
 from framework.config import TrainConfig
-from framework.recompute import peak_activation_bytes, recompute_plan
 from framework.run import RunContext
 from framework.step import train_step
 from framework.train import seed_everything
@@ -75,12 +74,7 @@ def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankM
 def _measured(config: TrainConfig, assembly: Assembly, device: torch.device, before: int) -> RankMemory:
     with saved_bytes(nn.ModuleList(assembly.modules)) as meter:
         outcome = train_step(assembly, 0)
-    plan = recompute_plan(
-        config, assembly.schedule, vocab_size=assembly.vocab_size, on_cpu=device.type == "cpu"
-    )
-    expected = peak_activation_bytes(
-        config, assembly.schedule, plan, vocab_size=assembly.vocab_size, on_cpu=device.type == "cpu"
-    )
+    expected = assembly.workload.peak_activation_bytes(assembly.schedule)
     held = assembly.optimizer.persistent_bytes()
     offloader = assembly.runtime.offloader
     kept = 0 if assembly.undo is None else assembly.undo.num_bytes

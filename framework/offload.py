@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.recompute import computes_on_cpu, peak_activation_bytes, recompute_plan, unit_bytes
-from parallel.offload.plan import add_offload, least_budget_bytes, without_offload
+from framework.recompute import peak_activation_bytes, unit_bytes
+from models.recompute import Plan
+from parallel.offload.plan import add_offload, least_budget_bytes
 from parallel.offload.sizes import UnitBytes
 from parallel.offload.timing import CopyModel
 from parallel.pipeline.action import Schedule
@@ -33,16 +34,9 @@ class Room:
     sizes: tuple[UnitBytes, ...]
 
 
-def room_of(
-    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
-) -> Room | None:
-    """The room there is for activations; None: for all that is made. schedule: lowered, offloaded or not."""
+def room_of(config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool) -> Room:
+    """The room that a budget leaves for activations. schedule: lowered, of a step of the full batch."""
     offload = config.offload
-    if not offload.is_active:
-        return None
-    on_cpu = computes_on_cpu() if on_cpu is None else on_cpu
-    schedule = without_offload(schedule)
-    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
     budget = offload.budget_bytes
     if offload.budget_share is not None:
         peaks = peak_activation_bytes(config, schedule, plan, vocab_size=vocab_size, on_cpu=on_cpu)
@@ -55,23 +49,21 @@ def room_of(
     return Room(budget_bytes=budget, sizes=sizes)
 
 
-def offloaded(
-    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
-) -> Schedule:
-    """The lowered `schedule` with OFFLOAD and RELOAD; itself where everything stays.
+def offloaded(config: TrainConfig, schedule: Schedule, room: Room | None) -> Schedule:
+    """The lowered `schedule` with OFFLOAD and RELOAD; itself where everything stays (`room` is None).
 
     Raises ValueError: where a rank cannot keep within the budget.
     """
-    room = room_of(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
     if room is None or config.offload.policy == "none":
         return schedule
     least = least_budget_bytes(schedule, room.sizes)
     if least > room.budget_bytes:
-        raise ValueError(_too_small(config, room.budget_bytes, least))
+        raise ValueError(too_small(config, room.budget_bytes, least))
     return add_offload(schedule, room.sizes, budget_bytes=room.budget_bytes, policy=config.offload.policy)
 
 
-def _too_small(config: TrainConfig, budget: int, least: int) -> str:
+def too_small(config: TrainConfig, budget: int, least: int, step: str = "") -> str:
+    """What is said where a rank needs `least` bytes. step: in which, as `in a step of 4 micro-batches `."""
     share = config.offload.budget_share
     if share is None:
         given, least_given = f"budget_bytes={budget}", f"budget_bytes={least}"
@@ -80,15 +72,14 @@ def _too_small(config: TrainConfig, budget: int, least: int) -> str:
         given = f"budget_share={share:g} ({budget} bytes)"
         least_given = f"budget_share={least_share:g}" if least_share <= 1 else "policy=none"
     return (
-        f"offload.{given}: a rank needs {least} bytes of activations for what it works on at once, whatever leaves; "
-        f"set offload.{least_given}{'' if least_given == 'policy=none' else ' or more'}, or lower "
+        f"offload.{given}: {step}a rank needs {least} bytes of activations for what it works on at once, whatever "
+        f"leaves; set offload.{least_given}{'' if least_given == 'policy=none' else ' or more'}, or lower "
         "data.micro_batch_size or data.seq_length, or take a schedule with more micro-batches under way"
     )
 
 
-def copy_model(config: TrainConfig, schedule: Schedule, *, vocab_size: int) -> CopyModel | None:
-    """What a simulation of the offloaded `schedule` counts copies with; None: everything stays."""
-    room = room_of(config, schedule, vocab_size=vocab_size)
+def copy_model(config: TrainConfig, room: Room | None) -> CopyModel | None:
+    """What a simulation of an offloaded schedule counts copies with; None: everything stays."""
     if room is None:
         return None
     return CopyModel(
@@ -97,29 +88,22 @@ def copy_model(config: TrainConfig, schedule: Schedule, *, vocab_size: int) -> C
 
 
 def offloader_for(
-    config: TrainConfig,
-    schedule: Schedule,
-    modules: Mapping[int, nn.Module],
-    *,
-    vocab_size: int,
-    device: torch.device,
+    config: TrainConfig, room: Room | None, modules: Mapping[int, nn.Module], *, device: torch.device
 ) -> Offloader | None:
-    """What moves the activations of this rank's stages; None: they stay. schedule: lowered.
+    """What moves the activations of this rank's stages; None: they stay.
 
     Raises OSError: where offload.folder takes no file.
     """
     from parallel.offload.offloader import Offloader
     from parallel.offload.tier import DiskTier, HostTier
 
-    on_cpu = device.type == "cpu"
-    room = room_of(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
     if room is None:
         return None
     offload = config.offload
     is_disk = offload.tier == "disk"
     folder = Path(offload.folder or config.launcher.runs_dir)
     return Offloader(
-        DiskTier(folder) if is_disk else HostTier(pinned=not on_cpu),
+        DiskTier(folder) if is_disk else HostTier(pinned=device.type != "cpu"),
         device=device,
         budget_bytes=room.budget_bytes,
         min_bytes=offload.min_bytes,

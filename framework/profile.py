@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from framework.build import COMPUTE_DTYPES, start_process_group
 from framework.config import TrainConfig
-from framework.config_rules import build_schedule
 from framework.metrics.hardware import device_name
-from framework.recompute import recompute_plan
 from framework.train import seed_everything
+from framework.workload import Workload
 from models.partition import StageSlice, partition
 from models.recompute import NOTHING, Parts, Plan
 from models.transformer import TransformerStage
@@ -65,8 +64,7 @@ def measure(
     group = cast(dist.ProcessGroup, dist.new_group(list(range(tensor_size)))) if tensor_size > 1 else None
     slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     # I and B are measured with what they run again.
-    schedule = build_schedule(config.schedule, config.parallel)
-    plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+    plan = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu").recompute_plan
     shapes: list[StageShape] = [
         (
             tuple((config.model.is_moe_layer(index), plan.get(index, NOTHING)) for index in cut.layers),

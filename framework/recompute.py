@@ -35,9 +35,16 @@ BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def recompute_plan(
-    config: TrainConfig, schedule: Schedule, *, vocab_size: int, on_cpu: bool | None = None
+    config: TrainConfig,
+    schedule: Schedule,
+    *,
+    vocab_size: int,
+    on_cpu: bool | None = None,
+    others: Sequence[Schedule] = (),
 ) -> dict[int, Parts]:
     """What each layer recomputes. schedule: compute actions, or what the ranks execute.
+
+    others: schedules of other steps, with the same stages, that keep within the budget as well.
 
     on_cpu: whether the ranks compute on a CPU; None: they do where there is no GPU. Before ranks start and in them
     the plan is the same.
@@ -49,7 +56,7 @@ def recompute_plan(
     if on_cpu is None:
         on_cpu = computes_on_cpu()
     # What is recomputed is chosen first, and what is then left is offloaded.
-    executed = without_offload(as_executed(config, schedule))
+    executed = [without_offload(as_executed(config, each)) for each in (schedule, *others)]
     return _Search(config, executed, vocab_size, on_cpu).plan()
 
 
@@ -84,14 +91,14 @@ def peak_activation_bytes(
 
     schedule: where it has OFFLOAD and RELOAD, as if they took no time.
     """
-    return _Search(config, schedule, vocab_size, on_cpu).peaks(plan)
+    return _Search(config, [schedule], vocab_size, on_cpu).peaks(plan)
 
 
 def unit_bytes(
     config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool = False
 ) -> tuple[UnitBytes, ...]:
     """Of each stage, the activation bytes of one micro-batch."""
-    return _Search(config, schedule, vocab_size, on_cpu).stages(plan)
+    return _Search(config, [schedule], vocab_size, on_cpu).stages(plan)
 
 
 def recompute_shares(
@@ -121,8 +128,11 @@ def _layers_of(model: ModelConfig, cut: StageSlice) -> tuple[int, ...]:
 class _Search:
     """The bytes of every plan, and the plan that fits a budget."""
 
-    def __init__(self, config: TrainConfig, schedule: Schedule, vocab_size: int, on_cpu: bool) -> None:
-        self._config, self._on_cpu, self._schedule = config, on_cpu, schedule
+    def __init__(
+        self, config: TrainConfig, schedules: Sequence[Schedule], vocab_size: int, on_cpu: bool
+    ) -> None:
+        """schedules: of one placement; a plan is for what is alive together in any of them."""
+        self._config, self._on_cpu, schedule = config, on_cpu, schedules[0]
         self._slices = partition(
             config.model, schedule.num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size
         )
@@ -140,7 +150,10 @@ class _Search:
             )
             for is_last in (False, True)
         )
-        self._moments = [moments(schedule, rank) for rank in range(schedule.num_ranks)]
+        self._moments = [
+            tuple(dict.fromkeys(moment for each in schedules for moment in moments(each, rank)))
+            for rank in range(schedule.num_ranks)
+        ]
         self._layer_bytes: dict[tuple[bool, Parts], int] = {}
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
-from framework.config_rules import build_schedule, check
+from framework.config_rules import check
 from framework.errors import ConfigError
 from framework.run import RunContext
 from launch.parity import layout_text
@@ -97,12 +97,12 @@ def print_result(result: dict[str, Any]) -> None:
 
 def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
     """What is run again, and the FLOPs per token of the model and with that."""
-    from framework.recompute import as_text, recompute_plan
+    from framework.recompute import as_text
+    from framework.workload import Workload
     from models.cost import hardware_flops_per_token
 
     vocab_size = config.model.vocab_size or data_vocab_size
-    schedule = build_schedule(config.schedule, config.parallel)
-    plan = recompute_plan(config, schedule, vocab_size=vocab_size)
+    plan = Workload(config, vocab_size=vocab_size).recompute_plan
     model, hardware = (
         hardware_flops_per_token(config.model, each, seq_length=config.data.seq_length, vocab_size=vocab_size)
         for each in ({}, plan)

@@ -100,15 +100,17 @@ def _refused(config: TrainConfig) -> list[str]:
                 f"precision.{name}={getattr(precision, name)}: what is rounded differs from one process, and parity is "
                 f"to 1e-5; set precision.{name}={plain}"
             )
-    if config.balance.interval_steps:
+    from framework.parity import NUM_STEPS
+
+    if config.balance.interval_steps >= NUM_STEPS:
         problems.append(
-            f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the steps that parity "
-            "compares; set balance.interval_steps=0"
+            f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the {NUM_STEPS} steps that "
+            f"parity compares; set balance.interval_steps to less than {NUM_STEPS}, or to 0"
         )
-    if config.optimizer.post_validation:
+    if config.comm.expert_payload != "compute" and config.parallel.expert_parallel_size > 1:
         problems.append(
-            "optimizer.post_validation=true: parity compares each step when it is validated; set it to false, which "
-            "gives the same bits"
+            f"comm.expert_payload={config.comm.expert_payload}: hidden states are rounded on their way, and parity is "
+            "to 1e-5; set comm.expert_payload=compute"
         )
     return problems
 
@@ -169,8 +171,8 @@ def print_result(result: dict[str, Any]) -> None:
         ("loss", result["loss_rel"], steps),
         *([("MTP loss", result["further_loss_rel"], steps)] * (result["further_loss_rel"] is not None)),
         ("norm", result["norm_rel"], f"of all gradients, {steps}"),
-        ("gradients", result["grad_rel"], f"{result['worst_grad']}, before clipping"),
-        ("parameters", result["param_rel"], f"{result['worst_param']}, after {result['num_steps']} steps"),
+        ("gradients", result["grad_rel"], f"{result['worst_grad']}, of the first step before clipping"),
+        ("parameters", result["param_rel"], f"after {result['num_steps']} steps"),
     )
     print(f"largest relative difference of {result['layout']} to one process:")
     for name, value, what in rows:
@@ -182,6 +184,9 @@ def print_result(result: dict[str, Any]) -> None:
             if result["routing_equal"]
             else f"routing: the loads of experts DIFFER, first in {result['different_routing']}"
         )
+    print(
+        f"parameters use {result['param_of_bound']:.2g} of what Adam may make of rounding ({result['worst_param']})"
+    )
     verdict = "hold" if result["holds"] else "DO NOT HOLD"
     what = (
         "losses, norms, gradients and routing"

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from framework.config import TrainConfig
 from framework.costs import message_bytes, schedule_costs, stage_bytes
-from framework.offload import copy_model, offloaded
+from framework.offload import copy_model
+from framework.workload import Workload
 from parallel.offload.timing import CopyModel
 from parallel.pipeline.action import Schedule
 from parallel.pipeline.costs import Costs
@@ -43,6 +44,7 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     num_ranks = config.parallel.pipeline_parallel_size
     source = schedule_from(config.schedule, num_ranks)
     schedule, notes = source.schedule, [source.note] if source.note else []
+    workload = Workload(config)
     num_actions = sum(map(len, schedule.actions))
     report = verify(schedule)
     executable = (
@@ -57,12 +59,11 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     )
     copies = None
     if executable is not None:
-        vocab_size = config.expected_vocab_size
-        executable = offloaded(config, executable, vocab_size=vocab_size)
-        copies = copy_model(config, executable, vocab_size=vocab_size)
+        executable = workload.offloaded(executable)
+        copies = copy_model(config, workload.room)
         report = verify(executable)
 
-    costs = schedule_costs(config, schedule)
+    costs = schedule_costs(workload, schedule)
     simulation = simulate(schedule, costs)
     formula = bubble_formula(schedule, costs)
     volume = _volume(config, schedule, executable, costs)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.config import TrainConfig
 from framework.config_mapping import config_hash
-from framework.config_rules import check
+from framework.config_rules import check, check_workload
 from framework.device_rules import device_problems
 from framework.errors import ConfigError, RunFailedError
 from framework.metrics.sinks import check_logger
@@ -180,6 +180,9 @@ def prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
                 "would have no embedding; set model.vocab_size=null to take its size"
             ]
         )
+    if data.vocab_size != config.expected_vocab_size:
+        # What was checked before the data was known is of another vocabulary.
+        check_workload(config, data.vocab_size)
     return data
 
 

@@ -22,11 +22,8 @@ from framework.config_mapping import from_mapping
 from framework.config_rules import check
 from framework.data.prepare import PreparedData
 from framework.metrics.timeline import measured_costs
-from framework.offload import room_of
-from framework.recompute import peak_activation_bytes, recompute_plan, unit_bytes
 from framework.step import forward_backward
 from models.recompute import RecomputeConfig
-from parallel.offload.plan import without_offload
 from parallel.offload.sizes import UnitBytes
 from parallel.offload.timing import CopyModel
 from parallel.offload_config import OffloadConfig
@@ -238,20 +235,16 @@ def _copy_rate(bench: MemoryBenchConfig, none: _Measured) -> float:
 
 
 def _sizes(measured: _Measured) -> tuple[UnitBytes, ...]:
-    assembly = measured.assembly
-    config, schedule = assembly.config, without_offload(assembly.schedule)
-    plan = recompute_plan(config, schedule, vocab_size=assembly.vocab_size, on_cpu=True)
-    return unit_bytes(config, schedule, plan, vocab_size=assembly.vocab_size, on_cpu=True)
+    return measured.assembly.workload.unit_bytes
 
 
 def _row(measured: _Measured, costs: Costs) -> Row:
     assembly, case = measured.assembly, measured.case
     config, schedule = assembly.config, assembly.schedule
-    room = room_of(config, schedule, vocab_size=assembly.vocab_size, on_cpu=True)
+    room = assembly.workload.room
     simulated_stall_s = 0.0
     if room is None:
-        plan = recompute_plan(config, schedule, vocab_size=assembly.vocab_size, on_cpu=True)
-        foretold = peak_activation_bytes(config, schedule, plan, vocab_size=assembly.vocab_size, on_cpu=True)
+        foretold = assembly.workload.peak_activation_bytes(schedule)
     else:
         copies = CopyModel(
             sizes=_sizes(measured),

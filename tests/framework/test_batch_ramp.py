@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.build import build, lowered_schedule
+from framework.build import build
 from framework.checkpoint.manifest import read_metadata
 from framework.config import TrainConfig
 from framework.data.batch_plan import BatchRampConfig
@@ -22,6 +22,7 @@ from framework.resume import checkpoint_to_resume, resume_problems
 from framework.run import RunContext
 from framework.run_checkpoint import resume, save_if_due
 from framework.train import seed_everything, train
+from framework.workload import Workload
 from parallel.pipeline.costs import Costs
 from parallel.pipeline.simulate import simulate
 from tests.rank_pool import RankPool
@@ -82,7 +83,7 @@ def test_a_ramp_is_the_same_in_one_process(
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
     for record, count in zip(records, counts, strict=True):
-        schedule = lowered_schedule(config, count)
+        schedule = Workload(config).schedule(count)
         assert record.bubble_simulated == simulate(schedule, Costs()).bubble_makespan
 
 

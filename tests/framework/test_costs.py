@@ -16,6 +16,7 @@ from framework.costs import message_bytes, schedule_costs, stage_bytes
 from framework.data.prepare import PreparedData
 from framework.run import RunContext
 from framework.step import train_step
+from framework.workload import Workload
 from models.cost import layer_forward_flops
 from models.partition import partition
 from parallel.pipeline.action import Kind
@@ -100,7 +101,7 @@ def test_recomputation_is_a_cost_of_the_simulation() -> None:
     """By FLOPs: of two equal stages all of the first is run again, and of the second all but the head."""
     config = tiny_config(pp=2, recompute={"mode": "full"})
     schedule = build_schedule(config.schedule, config.parallel)
-    costs = schedule_costs(config, schedule)
+    costs = schedule_costs(Workload(config), schedule)
     assert isinstance(costs.recompute, tuple)
     assert costs.recompute[0] == 1.0
     cut = partition(config.model, 2, seq_length=16, vocab_size=321)[1]
@@ -109,5 +110,5 @@ def test_recomputation_is_a_cost_of_the_simulation() -> None:
     assert costs.of_kind(Kind.I, 0) == 2.0
     assert costs.of_kind(Kind.W, 0) == 1.0
     given = replace(config, schedule=replace(config.schedule, costs=CostsConfig(recompute=0.5)))
-    assert schedule_costs(given, schedule).recompute == 0.5
-    assert schedule_costs(tiny_config(pp=2), schedule).recompute == 0.0
+    assert schedule_costs(Workload(given), schedule).recompute == 0.5
+    assert schedule_costs(Workload(tiny_config(pp=2)), schedule).recompute == 0.0

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.build import build, lowered_schedule
+from framework.build import build
 from framework.config import TrainConfig
 from framework.data.prepare import PreparedData
 from framework.errors import ConfigError
 from framework.measure import step_record
 from framework.metrics.record import OffloadRecord, StepRecord
-from framework.offload import room_of
 from framework.run import RunContext
 from framework.step import forward_backward, learning_rate_of, train_step
 from framework.train import seed_everything
+from framework.workload import Workload
 from parallel.offload.offloader import OffloadReport
 from parallel.offload_config import OffloadConfig
 from parallel.pipeline.action import Kind
@@ -68,8 +68,7 @@ def assert_no_bit_changes(
     expected = ranks.run(trained, size, config, run)
     for offload in offloads:
         changed = replace(config, offload=offload)
-        schedule = lowered_schedule(changed, config.schedule.num_microbatches, vocab_size=321, on_cpu=True)
-        room = room_of(changed, schedule, vocab_size=321, on_cpu=True)
+        room = Workload(changed, vocab_size=321, on_cpu=True).room
         assert room is not None
         found = ranks.run(trained, size, changed, run)
         for (of_rank, _), (others, reports) in zip(expected, found, strict=True):
@@ -183,7 +182,7 @@ def test_no_bit_changes_anywhere(
     for share in (0.9, 0.7, 0.5):
         changed = replace(config, offload=offload_of(policy, tier, share, tmp_path))
         try:
-            lowered_schedule(changed, 8, vocab_size=321, on_cpu=True)
+            Workload(changed, vocab_size=321, on_cpu=True).schedule(8)
         except ValueError:
             continue
         found = ranks.run(trained, size, changed, run)
@@ -224,10 +223,10 @@ def test_the_record_says_what_was_moved(ranks: RankPool, tiny_data: PreparedData
 def test_without_a_budget_nothing_is_built(tmp_path: Path) -> None:
     config = tiny_config(schedule="1f1b", pp=2)
     unlimited = replace(config, offload=OffloadConfig(policy="schedule", tier="disk", folder=str(tmp_path)))
-    assert room_of(unlimited, lowered_schedule(unlimited, 4), vocab_size=321) is None
-    assert lowered_schedule(unlimited, 4) == lowered_schedule(config, 4)
+    assert Workload(unlimited).room is None
+    assert Workload(unlimited).schedule(4) == Workload(config).schedule(4)
     limited = replace(config, offload=OffloadConfig(policy="schedule", budget_share=0.8))
-    kinds = {action.kind for actions in lowered_schedule(limited, 4).actions for action in actions}
+    kinds = {action.kind for actions in Workload(limited).schedule(4).actions for action in actions}
     assert kinds >= {Kind.OFFLOAD, Kind.RELOAD}
 
 

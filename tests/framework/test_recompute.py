@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.activations import saved_bytes
-from framework.build import build, lowered_schedule
+from framework.build import build
 from framework.config import TrainConfig
 from framework.config_rules import build_schedule
 from framework.data.prepare import PreparedData
@@ -20,6 +20,7 @@ from framework.recompute import as_executed, as_text, peak_activation_bytes, rec
 from framework.run import RunContext
 from framework.step import forward_backward, learning_rate_of
 from framework.train import seed_everything
+from framework.workload import Workload
 from models.cost import recomputed_flops
 from models.recompute import NOTHING, RecomputeConfig
 from parallel.pipeline.trace import Recorder
@@ -211,7 +212,7 @@ def test_what_is_told_before_ranks_start_is_what_ranks_do() -> None:
         parallel={"expert_parallel_size": 2},
     )
     named = build_schedule(config.schedule, config.parallel)
-    executed = lowered_schedule(config, config.schedule.num_microbatches)
+    executed = Workload(config).schedule(config.schedule.num_microbatches)
     most = max(peak_activation_bytes(config, executed, {}, vocab_size=321, on_cpu=True))
     assert max(peak_activation_bytes(config, named, {}, vocab_size=321, on_cpu=True)) < most
     config = replace(config, recompute=RecomputeConfig(mode="auto", budget_bytes=most - 1))

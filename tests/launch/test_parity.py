@@ -70,9 +70,11 @@ def test_what_is_said_of_routing(capsys: pytest.CaptureFixture[str], different: 
     parity = Parity(
         loss_rel=1e-8,
         further_loss_rel=2e-8,
+        first_norm_rel=0.0,
         norm_rel=0.0,
         grad_rel=3e-7,
         param_rel=4e-7,
+        param_of_bound=0.01,
         worst_grad="a",
         worst_param="b",
         num_steps=5,
