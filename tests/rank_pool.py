@@ -1,7 +1,7 @@
 """A pool of gloo ranks shared by the whole test session.
 
-The workers are forked once, after torch is imported; each `run` gives the first `world_size` of them a fresh
-default process group, so tests cannot see each other's groups and pay milliseconds instead of an import.
+The workers are forked once, after torch and the project are imported; each `run` gives the first `world_size` of them
+a fresh default process group, so tests cannot see each other's groups and pay milliseconds instead of an import.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,6 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# What jobs import only when they run. Imported before the fork it costs once, not once for every worker.
+_PROJECT = ("framework.build", "framework.train", "framework.parity", "framework.memory", "launch.train")
 
 
 class RankError(AssertionError):
@@ -64,6 +68,8 @@ class RankPool:
         self._runs = 0
 
     def _start(self) -> None:
+        for module in _PROJECT:
+            import_module(module)
         context = multiprocessing.get_context("fork")
         for rank in range(self._max_ranks):
             ours, theirs = context.Pipe()
