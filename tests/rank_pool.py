@@ -12,8 +12,8 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable
-from importlib import import_module
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
