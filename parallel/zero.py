@@ -183,8 +183,8 @@ class FlatUnit:
         self._slot_of = {
             id(new): slot for slot, new in zip(self.slots, self.parameters.values(), strict=True)
         }
-        # A parameter keeps its hook in C++, where Python's collector sees no cycle: a hook that held this unit would keep
-        # both for the life of the process.
+        # A parameter keeps its hook in C++, where Python's collector sees no cycle: a hook that held this unit would
+        # keep both for the life of the process.
         unit = weakref.ref(self)
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(lambda grown, unit=unit: _take_gradient(unit, grown))
