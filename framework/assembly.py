@@ -90,6 +90,18 @@ class Assembly:
         cost = model_cost(self.config.model, seq_length=round(context), vocab_size=self.vocab_size)
         return cost.training_flops_per_token
 
+    def close(self) -> None:
+        """Close what `build` opened: files, threads and process groups; every rank calls it, between steps."""
+        self.runtime.close()
+        self.optimizer.close()
+        self.mesh.close()
+
+    def __enter__(self) -> Assembly:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def guard(self) -> StepGuard:
         """What decides whether a step is made."""

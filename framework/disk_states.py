@@ -54,6 +54,12 @@ class DiskStates(Updater):
         self._buffers: list[Tensor] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="moments")
 
+    def close(self) -> None:
+        """End the worker and close the file; moments that are still mapped stay readable until they are dropped."""
+        self._worker.shutdown()
+        self._file.close()
+        self._inner.close()
+
     @property
     def file_bytes(self) -> int:
         """Of the file."""

@@ -40,6 +40,9 @@ class HostStates(Updater):
         assert master.device.type == "cpu", "masters are on the host where the optimizer is offloaded"
         return self._inner.new_state(master)
 
+    def close(self) -> None:
+        self._inner.close()
+
     @torch.no_grad()
     def update(self, parts: Sequence[Part], *, step: int, learning_rate: float) -> None:
         away = [part for part in parts if part.grad.device.type != "cpu"]

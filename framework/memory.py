@@ -68,7 +68,11 @@ def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankM
     """Train one step in the layout of `config` and report this rank's memory; every rank calls this."""
     seed_everything(config.seed, deterministic=config.deterministic)
     before = live_tensor_bytes(device)
-    assembly: Assembly = build(config, run.data, device)
+    with build(config, run.data, device) as assembly:
+        return _measured(config, assembly, device, before)
+
+
+def _measured(config: TrainConfig, assembly: Assembly, device: torch.device, before: int) -> RankMemory:
     with saved_bytes(nn.ModuleList(assembly.modules)) as meter:
         outcome = train_step(assembly, 0)
     plan = recompute_plan(

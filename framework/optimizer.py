@@ -119,6 +119,10 @@ class ModelOptimizer:
             for owned in self.owned
         ]
 
+    def close(self) -> None:
+        """Close what the updater opened."""
+        self.updater.close()
+
     def read_placements(self) -> None:
         """Take the placements of the parameters anew, after experts have been moved into others' slots."""
         for unit in self._units():

@@ -122,9 +122,8 @@ def run_rank(config: TrainConfig, run: RunContext) -> dict[str, Any] | None:
 
 def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str, Any] | None:
     seed_everything(config.seed, deterministic=config.deterministic)
-    assembly = build(config, run.data, device)
-    first_step = run_checkpoint.resume(assembly, run)
-    return _train_and_record(assembly, run, first_step)
+    with build(config, run.data, device) as assembly:
+        return _train_and_record(assembly, run, run_checkpoint.resume(assembly, run))
 
 
 @frozen_objects()

@@ -71,6 +71,9 @@ class Updater(ABC):
     def update(self, parts: Sequence[Part], *, step: int, learning_rate: float) -> None:
         """Update masters and moments in place; `step` counts from 1. Gradients are left as they are."""
 
+    def close(self) -> None:  # noqa: B027 (most updaters open nothing)
+        """End the threads and close the files that this updater opened."""
+
 
 class TorchAdamW(Updater):
     """torch's fused AdamW, moments in fp32 beside their masters."""

@@ -117,6 +117,7 @@ class Mesh:
         copies of a tied embedding; on ranks between them, and where both stages share a rank, this rank alone.
     pipeline_reverse: a second communicator along the pipeline, because NCCL orders the operations of one
         communicator and activations and gradients travel in opposite directions; with gloo, `pipeline`.
+    made: the groups that `build_mesh` made, which `close` destroys; torch's default group is not among them.
     """
 
     config: MeshConfig
@@ -130,6 +131,19 @@ class Mesh:
     expert_replica: dist.ProcessGroup | None
     ends: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
+    made: tuple[dist.ProcessGroup, ...] = ()
+
+    def close(self) -> None:
+        """Destroy the groups of this mesh; every rank calls it, with no collective under way.
+
+        torch keeps each group, with its threads and connections, until it is destroyed and nobody holds it.
+        """
+        import torch.distributed as dist
+
+        for group in self.made:
+            # Ending the default group has ended these as well.
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
 
 
 def ranks_along(config: MeshConfig, coordinate: Coordinate, *axes: str) -> list[int]:
@@ -204,10 +218,15 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
     coordinate = config.coordinate_of(rank)
 
     groups: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD, (rank,): None}
+    made: list[Any] = []
+
+    def new_group(ranks: list[int], name: str) -> Any:
+        made.append(_new_group(ranks, name))
+        return made[-1]
 
     def group(ranks: list[int], name: str) -> Any:
         if tuple(ranks) not in groups:
-            groups[tuple(ranks)] = _new_group(ranks, name)
+            groups[tuple(ranks)] = new_group(ranks, name)
         return groups[tuple(ranks)]
 
     pipeline = ranks_along(config, coordinate, "pipeline")
@@ -220,12 +239,13 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         pipeline=group(pipeline, "pipeline"),
         pipeline_reverse=group(pipeline, "pipeline")
         if one_communicator
-        else _new_group(pipeline, "pipeline, reverse"),
+        else new_group(pipeline, "pipeline, reverse"),
         replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
         expert=group(expert_ranks(config, coordinate), "expert"),
         expert_replica=group(expert_replica_ranks(config, coordinate, mirrored=mirrored), "expert replica"),
         ends=group(ends_ranks(config, coordinate, mirrored=mirrored), "ends"),
         world=group(list(range(world_size)), "world"),
+        made=tuple(made),
     )
 
 

@@ -39,6 +39,10 @@ class ScratchFile:
     def descriptor(self) -> int:
         return self._file.fileno()
 
+    def close(self) -> None:
+        """Close the file; mappings of it stay until they are dropped."""
+        self._file.close()
+
     def extend(self, num_bytes: int) -> int:
         """Take room for `num_bytes`, a multiple of a page; where it begins.
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.open_resources import OpenResources
+
 # What jobs import only when they run. Imported before the fork it costs once, not once for every worker.
 _PROJECT = ("framework.build", "framework.train", "framework.parity", "framework.memory", "launch.train")
 
@@ -38,10 +40,11 @@ def _serve(rank: int, connection: Connection) -> None:
             job = connection.recv()
         except EOFError:
             os._exit(0)
-        function, args, world_size, store_path, timeout_s = job
+        function, args, world_size, store_path, timeout_s, leaves_open = job
         if not gc.get_freeze_count():  # a job that froze objects of its own has let go of ours as well
             gc.collect()
             gc.freeze()
+        opened = OpenResources()
         try:
             dist.init_process_group(
                 "gloo",
@@ -59,6 +62,9 @@ def _serve(rank: int, connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+        left = opened.left_over() if reply[0] and not leaves_open else None
+        if left is not None:
+            reply = (False, f"{function.__qualname__} left open what it had opened: {left}")
         connection.send(reply)
 
 
@@ -87,9 +93,17 @@ class RankPool:
         gc.unfreeze()
 
     def run(
-        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        timeout_s: float = 120.0,
+        leaves_open: bool = False,
     ) -> list[Any]:
         """`function(*args)` on ranks 0..world_size-1; their results in rank order (must pickle).
+
+        A job fails where it leaves threads or files open behind it. leaves_open: it may, since a library that it
+        calls does.
 
         Raises RankError: with the traceback of the first rank that raised, died or did not answer in time.
         """
@@ -99,7 +113,7 @@ class RankPool:
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         workers = self._workers[:world_size]
         for _, connection in workers:
-            connection.send((function, args, world_size, store, timeout_s))
+            connection.send((function, args, world_size, store, timeout_s, leaves_open))
         replies: dict[int, tuple[bool, Any]] = {}
         while len(replies) < world_size:
             pending = {workers[rank][1]: rank for rank in range(world_size) if rank not in replies}

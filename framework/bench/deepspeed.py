@@ -79,6 +79,8 @@ def compare_engines(
             assemblies[engine] = build(replace(config, zero=zero), data, torch.device("cpu"))
         runs = _train(assemblies, config.training.num_steps)
         row = EngineRow(stage=stage, native=runs["native"], deepspeed=runs["deepspeed"])
+        for assembly in assemblies.values():
+            assembly.close()
         rows.append(row)
         if report is not None and dist.get_rank() == 0:
             report(row)

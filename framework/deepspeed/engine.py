@@ -156,6 +156,10 @@ class EngineOptimizer(ModelOptimizer):
         self.num_steps += 1
         return norm
 
+    def close(self) -> None:
+        self._engine.destroy()
+        super().close()
+
     def _clip_at_stage_0(self, *_: Any) -> None:
         """Ahead of AdamW, when gradients are summed: as `ModelOptimizer` clips."""
         gradients = {

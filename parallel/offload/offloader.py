@@ -131,6 +131,11 @@ class Offloader:
                 self._min_bytes,
             )
 
+    def close(self) -> None:
+        """Forget every unit and close the tier's file."""
+        self.discard()
+        self._tier.close()
+
     def discard(self) -> None:
         """Forget every unit: after a step, or where forwards are taken back."""
         with self._changed:

@@ -49,6 +49,10 @@ class Tier(ABC):
     def give_back(self, region: Region) -> None:
         self._free.append(region)
 
+    def close(self) -> None:
+        """Let go of every free region, and close what keeps them."""
+        self._free.clear()
+
     @abstractmethod
     def _make(self, num_bytes: int) -> Region: ...
 
@@ -90,9 +94,13 @@ class DiskTier(Tier):
             remedy="raise the budget, so that less leaves",
         )
 
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file in bytes."""
         return self._file.num_bytes
 
     def _make(self, num_bytes: int) -> Region:

@@ -245,6 +245,13 @@ class Transport:
                 self._own[source, destination, channel] = group
                 all_reduce(torch.zeros((), device=self.device), Axis(group=group))
 
+    def close(self) -> None:
+        """Destroy the communicators that `connect` made; the groups it was given stay their owner's."""
+        for group in self._own.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._own.clear()
+
     def _link(self, peer: int, channel: Channel, *, receiving: bool = False) -> tuple[dist.ProcessGroup, int]:
         """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""
         ends = (peer, self.rank) if receiving else (self.rank, peer)

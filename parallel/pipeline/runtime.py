@@ -294,6 +294,15 @@ class Runtime:
         recorder.stop()
         return StepResult(losses=step.losses, outputs=outputs, recorder=recorder)
 
+    def close(self) -> None:
+        """Close the communicators and files that this runtime opened; the groups it was given stay their owner's.
+
+        Every rank of the pipeline calls it, between steps.
+        """
+        self.transport.close()
+        if self.offloader is not None:
+            self.offloader.close()
+
     def _begin_step(self) -> None:
         for stage in self.stages.values():
             stage.parameters.begin_step()
