@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,15 +10,14 @@ from framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
 from tests.tiny import prepare_tiny
 
-# Whether tests of ranks are one group, so that there is one pool of ranks, or go by their files, a pool a worker.
-_ONE_POOL = os.environ.get("ONE_POOL") == "1"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file is run by one worker, which so makes the fixtures of its module once.
+
+    Each worker has a pool of ranks of its own: a job's ranks wait for each other, and those of the other pool compute
+    meanwhile.
+    """
     for item in items:
-        uses_ranks = "ranks" in getattr(item, "fixturenames", ())
-        group = "ranks" if uses_ranks and _ONE_POOL else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")
