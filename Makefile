@@ -34,7 +34,7 @@ train: .venv/train.stamp
 	$(BIN)/counterflow train $(ARGS)
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 parity: .venv/train.stamp
 	$(BIN)/python -m launch.parity $(ARGS)

@@ -1,4 +1,4 @@
-"""Fixtures shared by the whole suite, and how it is shared out to the workers of pytest-xdist."""
+"""Fixtures shared by the whole suite."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
 from tests.tiny import prepare_tiny
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file is run by one worker, which so makes the fixtures of its module once.
-
-    Each worker has a pool of ranks of its own: a job's ranks wait for each other, and those of the other pool compute
-    meanwhile.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Eight gloo ranks, forked once for the session: `ranks.run(function, world_size, *args)`."""
+    """Eight gloo ranks, forked once for the session, or for a worker of it: `ranks.run(function, world_size, *args)`."""
     pool = RankPool()
     yield pool
     pool.close()
