@@ -1,6 +1,8 @@
 # `make train` and `make test` work from a fresh clone with Python 3.11 or newer and nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run tests, each with a pool of ranks of its own; 0: none beside pytest itself.
+TEST_WORKERS ?= 2
 
 .PHONY: help install train test parity lint format checks clean
 
@@ -32,7 +34,7 @@ train: .venv/train.stamp
 	$(BIN)/counterflow train $(ARGS)
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 parity: .venv/train.stamp
 	$(BIN)/python -m launch.parity $(ARGS)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo  # `adamw` imports it when first called; imported here, forked ranks share it
 from torch import Tensor
 from torch.optim.adamw import adamw
 

@@ -13,7 +13,7 @@ from tests.tiny import prepare_tiny
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Eight gloo ranks, forked once for the session: `ranks.run(function, world_size, *args)`."""
+    """Eight gloo ranks, forked once for each worker of the session: `ranks.run(function, world_size, *args)`."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""What the docs show works: every command is run, every link leads somewhere, every table is the code's."""
+"""What the docs show works: every command is checked, one of each kind run; links lead somewhere; tables are true."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from framework.compositions import to_markdown
+from framework.config_rules import build_schedule, check
+from launch.balance import plan_from
+from launch.bench import config_of
+from launch.cli import parse
+from launch.compose import compose_config, expand_sweep, find_choices
+from launch.help import command_help
+from tests.commands import ROOT, run_command
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BIN = Path(sys.executable).parent
 # What makes a training command of the docs a matter of seconds; it changes no value the command sets itself.
@@ -63,29 +70,86 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("counterflow")])
+COMMANDS = [line for line in commands() if line.startswith("counterflow")]
+
+
+def kind(line: str) -> tuple[str, ...]:
+    """What is alike in the commands of which one is run: the command, a bench's name, options, what it reads."""
+    words = shlex.split(line)[1:]
+    name = words[1:2] if words[0] == "bench" else []
+    options = sorted(word for word in words if word.startswith("-"))
+    reads = ["a run"] if "runs/" in line else []
+    return (*words[:1], *name, *options, *reads)
+
+
+def one_of_each_kind(lines: Sequence[str]) -> list[str]:
+    """The first line of each kind."""
+    found: dict[tuple[str, ...], str] = {}
+    for line in lines:
+        found.setdefault(kind(line), line)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_of_the_docs_is_composed_and_checked(line: str) -> None:
+    """All that a command does before its first rank starts; the words of a bench and of a run's folder are read."""
+    words = shlex.split(line)[1:]
+    arguments = parse(words)
+    assert arguments.command is not None
+    assert command_help(arguments.command, arguments.overrides)
+    if arguments.command == "bench":
+        config_of(arguments.overrides)
+    elif arguments.command == "timeline":
+        assert len(arguments.overrides) == 1
+    elif arguments.command == "balance":
+        plan_from(arguments.overrides[1:])
+    else:
+        combinations = expand_sweep(arguments.overrides, find_choices())
+        assert len(combinations) > 1 or not arguments.multirun
+        for overrides in combinations:
+            config = compose_config(overrides)
+            if arguments.command == "simulate":
+                build_schedule(config.schedule, config.parallel)
+            elif arguments.command != "plan":
+                check(config)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        line if line in one_of_each_kind(COMMANDS) else pytest.param(line, marks=pytest.mark.slow)
+        for line in COMMANDS
+    ],
+)
 def test_command_of_the_docs_runs(line: str, tmp_path: Path) -> None:
+    """One of each kind; `pytest -m slow` runs the others."""
     text = tmp_path / "doc"
     text.mkdir()
     (text / "text.md").write_text((ROOT / "docs" / "concepts.md").read_text() * 20)
-    words = shlex.split(line.replace("/usr/share/doc", str(text)))
+    words = shlex.split(line.replace("/usr/share/doc", str(text)))[1:]
     small = {
         key: value for key, value in SMALL.items() if not any(word.startswith(f"{key}=") for word in words)
     }
     if name := re.search("runs/(RUN|EXPERTS)", line):
         if name[1] == "EXPERTS":
             small |= {"model": "tiny_mixtral", "parallel": "pp2_dp2_ep2"}
-        first = [str(BIN / "counterflow"), "train", *(f"{key}={value}" for key, value in small.items())]
-        done = run([*first, "training.num_steps=1", "--out", name[0]], tmp_path)
+        first = ["train", *(f"{key}={value}" for key, value in small.items())]
+        done = run_command([*first, "training.num_steps=1", "--out", name[0]], tmp_path)
         assert done.returncode == 0, done.stderr
         words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
-    if words[1] in ("train", "parity", "memory", "profile") and "--cfg" not in words:
+    if words[0] in ("train", "parity", "memory", "profile") and "--cfg" not in words:
         words += [f"{key}={value}" for key, value in small.items()]
         words = ["training.num_steps=2" if word.startswith("training.num_steps") else word for word in words]
-    if words[1] == "bench":
-        words += COMPUTE_BENCH if "mode=compute" in words else BENCH[words[2]]
-    done = run([str(BIN / words[0]), *words[1:]], tmp_path)
+    if words[0] == "bench":
+        words += COMPUTE_BENCH if "mode=compute" in words else BENCH[words[1]]
+    done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_console_script_is_the_command() -> None:
+    """The other commands here are started from Python, by the function that this script calls."""
+    done = run([str(BIN / "counterflow"), "--version"], ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if line.startswith("make")])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from framework.config_rules import check
 from framework.parity import Parity, to_mapping
 from launch.compose import compose_config
 from launch.parity import grid, layout_text, print_result
+from tests.commands import run_command
 
-_ROOT = Path(__file__).parents[2]
 _TINY = [
     "model.hidden_size=32",
     "model.intermediate_size=48",
@@ -31,13 +29,7 @@ _TINY = [
 
 def _json(command: str, tmp_path: Path, *words: str) -> Any:
     overrides = [*_TINY, f"data.cache_dir={tmp_path / 'cache'}", f"launcher.runs_dir={tmp_path / 'runs'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", command, "--json", *words, *overrides],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = run_command([command, "--json", *words, *overrides], tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return json.loads(line)

@@ -19,6 +19,7 @@ from framework.errors import ConfigError
 from launch.cli import main
 from launch.compose import compose_config
 from launch.train import make_run_dir
+from tests.commands import run_command
 
 _ROOT = Path(__file__).parents[2]
 _TINY = [
@@ -79,13 +80,7 @@ def test_a_folder_that_ranks_cannot_write_to_is_refused(
 
 def test_a_run_of_two_ranks(tmp_path: Path, cache: str) -> None:
     overrides = [*_TINY, cache, "parallel.data_parallel_size=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "train", "--json", "--out", str(tmp_path / "run"), *overrides],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command(["train", "--json", "--out", str(tmp_path / "run"), *overrides], tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     result = json.loads(line)

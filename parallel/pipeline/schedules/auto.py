@@ -24,7 +24,7 @@ from parallel.pipeline.schedules.definition import Source, SourcedSchedule
 from parallel.pipeline.schedules.registry import generate, generated_schedules
 from parallel.pipeline.simulate import simulate
 
-# Actions that may be placed in a search: about a second.
+# Actions that a search may place, unless told otherwise: about a second.
 BUDGET = 1_600_000
 
 
@@ -68,6 +68,7 @@ def search(
     num_chunks: int = 1,
     memory_limit: int | None = None,
     seed: int = 0,
+    budget: int = BUDGET,
 ) -> Candidate:
     """The best schedule found; the same for the same arguments.
 
@@ -76,6 +77,7 @@ def search(
         `num_chunks` times as many stage activations; None: what 1f1b holds. What W needs is bounded as well:
         activations and held weight gradients together stay within the most that a built-in schedule within the
         limit keeps.
+    budget: number of actions that the search may place. Its work is counted, not timed: it is the same everywhere.
 
     Raises ValueError: costs of another number of stages.
     """
@@ -97,7 +99,9 @@ def search(
         limit=limit,
         joint_limit=joint_limit,
     )
-    found = min([*_searched(problem, fitting, seed), *fitting], key=lambda candidate: candidate.makespan)
+    found = min(
+        [*_searched(problem, fitting, seed, budget), *fitting], key=lambda candidate: candidate.makespan
+    )
     return replace(found, schedule=replace(found.schedule, name="auto"))
 
 
@@ -120,7 +124,7 @@ def lower_bound(problem: Problem) -> float:
     return bound
 
 
-def _searched(problem: Problem, fitting: list[Candidate], seed: int) -> Iterator[Candidate]:
+def _searched(problem: Problem, fitting: list[Candidate], seed: int, budget: int) -> Iterator[Candidate]:
     """List schedules, and what moves make of the best of all."""
     generator = random.Random(seed)
     bound = lower_bound(problem)
@@ -129,7 +133,7 @@ def _searched(problem: Problem, fitting: list[Candidate], seed: int) -> Iterator
     ]
     best: _Try | None = None
     policies = _policies(problem)
-    num_passes = max(len(policies) // 4, BUDGET // 20 // problem.num_actions)
+    num_passes = max(len(policies) // 4, budget // 20 // problem.num_actions)
     for turn in range(num_passes):
         if turn < len(policies):
             policy = policies[turn]
@@ -142,7 +146,7 @@ def _searched(problem: Problem, fitting: list[Candidate], seed: int) -> Iterator
         if best is None or made.makespan <= best.makespan:
             best = made
     tried.sort(key=lambda made: made.makespan)
-    num_runs = min(4000, BUDGET // problem.num_actions)
+    num_runs = min(4000, budget // problem.num_actions)
     for made, share in zip(tried, (2, 4, 4), strict=False):
         orders = improve(problem, made.orders, num_runs=num_runs // share, bound=bound, generator=generator)
         for variant in (orders, _merged(problem, orders)):

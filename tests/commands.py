@@ -1,0 +1,98 @@
+"""The `counterflow` command in a process of its own, forked from one that has imported the project.
+
+A command as a user starts it spends most of a small run's time on importing torch. Here that is paid once: a server
+without threads of its own imports everything, and each command is a fork of it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+_PRELOADED = (
+    "hydra",
+    "launch.cli",
+    "launch.compose",
+    "launch.elastic",
+    "launch.memory",
+    "launch.parity",
+    "launch.profile",
+    "launch.train",
+    "framework.memory",
+    "framework.parity",
+    "framework.profile",
+    "framework.train",
+    "torch.distributed.launcher.api",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """How a command ended, and what it wrote."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def run_command(
+    words: Sequence[str],
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 240.0,
+) -> Done:
+    """`counterflow WORDS` in `folder`, with one compute thread; `environment` is put on top of the tests' own.
+
+    Raises AssertionError: where it has not ended in time; it is killed then.
+    """
+    with TemporaryDirectory(prefix="counterflow-command-") as name:
+        streams = Path(name)
+        process = _server().Process(
+            target=_main, args=(tuple(words), folder, dict(environment or {}), streams)
+        )
+        process.start()
+        process.join(timeout_s)
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+        out, err = ((streams / each).read_text() for each in ("stdout", "stderr"))
+        assert not late, f"{' '.join(words)} has not ended in {timeout_s} s:\n{out}{err}"
+        return Done(returncode=process.exitcode, stdout=out, stderr=err)
+
+
+@cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    # The server is a Python of its own: it finds the project by this, and starts no compute threads by that.
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
+
+
+def _main(words: tuple[str, ...], folder: Path, environment: dict[str, str], streams: Path) -> None:
+    os.setsid()
+    for number, each in ((1, "stdout"), (2, "stderr")):
+        file = os.open(streams / each, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update(environment)
+    os.chdir(folder)
+    from launch.cli import main
+
+    sys.argv = ["counterflow", *words]
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
