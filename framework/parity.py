@@ -4,12 +4,13 @@ Note [What parity compares]
 Gradients of the first step, before clipping and before any update, are of equal parameters and equal data: they
 differ by rounding alone, and each tensor is held to FP32_TOLERANCE of its own norm. A gradient that is zero in
 mathematics (a bias of keys, which softmax does not see; a router with one choice) is nothing but rounding, of sums
-whose terms are as large as other gradients: a tensor whose norm is below ROUNDING of the whole model's may differ by that.
+whose terms are as large as other gradients: a tensor whose norm is below ROUNDING of the whole model's may differ by
+that.
 
 Later gradients are of parameters that have drifted, and Adam makes more of rounding than it was: an element moves by
 lr u with u = m / (sqrt(v) + eps), both moments corrected for their bias. With m = sum(a_s g_s), v = sum(b_s g_s^2)
-over the steps s up to t (a and b add up to 1), |u| <= k = sqrt(sum(a_s^2 / b_s)) by Cauchy and Schwarz, and a difference of
-at most d in each g_s changes u by at most
+over the steps s up to t (a and b add up to 1), |u| <= k = sqrt(sum(a_s^2 / b_s)) by Cauchy and Schwarz, and a
+difference of at most d in each g_s changes u by at most
 
     min(2 k, (1 + k sum(sqrt(b_s))) d / (sqrt(v) + eps)).
 
@@ -67,8 +68,8 @@ class Parity:
     at which its bound is the same. param_rel: of the parameters after the last step, |a - b| / |b|; param_of_bound: the
     largest part of a tensor's bound that is used up. worst_grad, worst_param: the names of these tensors.
     first_norm_rel, norm_rel: of the norm that gradients are clipped by, in the first step and over all.
-    further_loss_rel: of the loss of MTP modules, None without. different_routing: the first step and layer whose experts had other loads,
-    as `step 3, layer 1`; None where all are equal, or there are no experts.
+    further_loss_rel: of the loss of MTP modules, None without. different_routing: the first step and layer whose
+    experts had other loads, as `step 3, layer 1`; None where all are equal, or there are no experts.
     """
 
     loss_rel: float
