@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.recompute import computes_on_cpu, peak_activation_bytes, recompute_plan, unit_bytes
+from framework.device_rules import device_kind
+from framework.recompute import peak_activation_bytes, recompute_plan, unit_bytes
 from parallel.offload.plan import add_offload, least_budget_bytes, without_offload
 from parallel.offload.sizes import UnitBytes
 from parallel.offload.timing import CopyModel
@@ -40,7 +41,7 @@ def room_of(
     offload = config.offload
     if not offload.is_active:
         return None
-    on_cpu = computes_on_cpu() if on_cpu is None else on_cpu
+    on_cpu = device_kind(config.device) == "cpu" if on_cpu is None else on_cpu
     schedule = without_offload(schedule)
     plan = recompute_plan(config, schedule, vocab_size=vocab_size, on_cpu=on_cpu)
     budget = offload.budget_bytes
