@@ -104,7 +104,7 @@ def open_store(joined: JoinedRank, timeout_s: float) -> Any:
 
     Raises RunFailedError: where it cannot be served or reached.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = joined.rank == 0 and not is_served

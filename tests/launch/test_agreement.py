@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from framework.config import TrainConfig
 from framework.config_mapping import dotted_names
@@ -96,7 +96,7 @@ def _together(*ranks: Callable[[], None]) -> None:
 def _councils(folder: Path, world_size: int) -> list[Council]:
     """Ranks that speak through a store: torch's file store in place of one with a port."""
     return [
-        Council(dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size)
+        Council(FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
 

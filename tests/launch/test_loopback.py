@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from launch.loopback import LoopbackRendezvous
 
@@ -77,11 +77,12 @@ def test_a_pickle_in_the_store_stays_a_row_of_bytes(tmp_path: Path, monkeypatch:
     trap = pickle.dumps(_Trap())
     rendezvous = LoopbackRendezvous("run")
     info = rendezvous.next_rendezvous()
-    store = dist.TCPStore(
+    assert info.bootstrap_store_info is not None
+    store = TCPStore(
         info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port, is_master=False
     )
     for key in ("torch.rendezvous.run", "run/torch.rendezvous.run", "torch.rendezvous./run"):
-        store.set(key, trap)
+        store.set(key, trap)  # pyright: ignore[reportArgumentType]
     assert store.get("torch.rendezvous.run") == trap
     info = rendezvous.next_rendezvous()
     assert (info.rank, info.world_size, rendezvous.num_nodes_waiting()) == (0, 1, 0)
