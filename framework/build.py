@@ -21,6 +21,7 @@ from framework.data.batch_plan import BatchPlan, BatchRampConfig
 from framework.data.documents import DocumentLoader
 from framework.data.loader import BatchLoader, StepData, TokenDataset
 from framework.data.prepare import PreparedData
+from framework.device_rules import count_problems, devices_here
 from framework.disk_states import DiskStates
 from framework.host_states import HostStates, nothing_moves
 from framework.moe import routing_state
@@ -53,10 +54,14 @@ def start_process_group(config: TrainConfig, local_rank: int) -> torch.device:
     """Join the process group that the environment describes; this rank's device.
 
     gloo on a CPU. With CUDA, NCCL for tensors on the device and gloo for those on the host.
+    Raises ValueError: where `config.device` is not there for this rank.
     """
     timeout = timedelta(seconds=config.comm.timeout_s)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+    devices = devices_here()
+    if problems := count_problems(config.device, devices, None):
+        raise ValueError(problems[0])
+    if devices.kind(config.device) == "cuda":
+        device = torch.device("cuda", devices.index(local_rank))
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
         return device

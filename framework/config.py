@@ -24,6 +24,8 @@ from parallel.offload_config import OffloadConfig
 from parallel.pipeline.config import ScheduleConfig
 from parallel.zero_config import ZeroConfig
 
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfig:
@@ -106,7 +108,10 @@ class LauncherConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything a run depends on. The nodes are the names of the command line (`parallel.tensor_parallel_size=8`)."""
+    """Everything a run depends on. The nodes are the names of the command line (`parallel.tensor_parallel_size=8`).
+
+    device: where ranks compute; auto: on GPUs where there are some, each rank on its own, else on the CPU.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: MeshConfig = field(default_factory=MeshConfig)
@@ -128,6 +133,7 @@ class TrainConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: int = 0
     deterministic: bool = True
+    device: DeviceChoice = "auto"
 
     @property
     def expected_vocab_size(self) -> int:

@@ -9,11 +9,11 @@ that a stage hands on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from framework.device_rules import device_kind
 from models.config import ModelConfig
 from models.cost import (
     activation_bytes_of_ends,
@@ -46,7 +46,7 @@ def recompute_plan(
 
     others: schedules of other steps, with the same stages, that keep within the budget as well.
 
-    on_cpu: whether the ranks compute on a CPU; None: they do where there is no GPU. Before ranks start and in them
+    on_cpu: whether the ranks compute on a CPU; None: as config.device says. Before ranks start and in them
     the plan is the same.
 
     Raises ValueError: where the budget of `auto` is less than recomputing everything needs.
@@ -54,7 +54,7 @@ def recompute_plan(
     if config.recompute.mode != "auto":
         return plan_of(config.recompute, config.model)
     if on_cpu is None:
-        on_cpu = computes_on_cpu()
+        on_cpu = device_kind(config.device) == "cpu"
     # What is recomputed is chosen first, and what is then left is offloaded.
     executed = [without_offload(as_executed(config, each)) for each in (schedule, *others)]
     return _Search(config, executed, vocab_size, on_cpu).plan()
@@ -73,15 +73,6 @@ def as_executed(config: TrainConfig, schedule: Schedule) -> Schedule:
         early_sends=config.schedule.early_sends,
         overlap=config.overlaps_experts,
     )
-
-
-def computes_on_cpu() -> bool:
-    """Whether the ranks do: there is no GPU."""
-    # Asked through NVML, which leaves CUDA untouched: the ranks are forked from a process that has asked.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
-
-    return not torch.cuda.is_available()
 
 
 def peak_activation_bytes(

@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from framework.config import TrainConfig
+from framework.device_rules import device_kind
 from framework.offload import Room, offloaded, room_of, too_small
 from framework.recompute import (
     as_executed,
-    computes_on_cpu,
     peak_activation_bytes,
     recompute_plan,
     unit_bytes,
@@ -34,7 +34,7 @@ class Workload:
     """A config with the vocabulary that its run has; nothing of it changes, and each part is made when first asked for.
 
     vocab_size: None, what the model or the tokenizer is asked for. on_cpu: whether the ranks compute on a CPU; None:
-    they do where there is no GPU.
+    as config.device says.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Workload:
     @cached_property
     def on_cpu(self) -> bool:
         """Whether the ranks compute on a CPU."""
-        return computes_on_cpu() if self._on_cpu is None else self._on_cpu
+        return device_kind(self.config.device) == "cpu" if self._on_cpu is None else self._on_cpu
 
     @property
     def full_size(self) -> int:

@@ -35,6 +35,7 @@ from types import FrameType
 from typing import Any
 
 from framework.errors import RunFailedError, RunInterruptedError
+from launch.environment import check_single_start, socket_environment
 from launch.failure import (
     RankExit,
     describe,
@@ -87,15 +88,22 @@ def run_local(
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and ignores SIGINT: the launcher
     decides. SIGTERM ends it, unless it installs a handler; then it has `grace_s` before SIGKILL.
 
+    Every port that the launcher and its ranks listen on is of the loopback address (launch/loopback.py).
+
+    Raises ConfigError: where torchrun, Slurm or MPI has started several copies of this process.
     Raises RunFailedError: naming the rank that failed first and why; its traceback is in `run_dir`.
     Raises RunInterruptedError: on SIGINT, SIGTERM or SIGHUP to this process, once every rank has ended.
     """
+    check_single_start(os.environ)
     # Asked through NVML, whether there are GPUs leaves CUDA untouched, and only then may a process fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from launch import loopback
+
+    loopback.register()
     control_dir = Path(tempfile.mkdtemp(prefix=".ranks-", dir=run_dir))
     config = LaunchConfig(
         min_nodes=1,
@@ -103,9 +111,8 @@ def run_local(
         nproc_per_node=num_ranks,
         run_id=control_dir.name,
         role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=loopback.BACKEND,
+        local_addr=loopback.ADDRESS,
         max_restarts=0,
         monitor_interval=_POLL_S,
         start_method="fork" if sys.platform == "linux" else "spawn",
@@ -161,6 +168,7 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
     logging.disable(logging.NOTSET)
     # The tokenizer library warns when it finds itself in a forked process, unless this is set.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.update(socket_environment())
     rank = int(os.environ["RANK"])
     (plan.control_dir / f"pid-{rank}").write_text(str(os.getpid()))
     _wait_for_all_ranks(plan)

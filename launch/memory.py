@@ -10,6 +10,7 @@ from typing import Any
 
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
 from framework.config_rules import check
+from framework.device_rules import check_devices
 from framework.errors import ConfigError
 from framework.run import RunContext
 from launch.parity import layout_text
@@ -31,6 +32,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             ]
         )
 
+    check_devices(config, config.parallel.world_size)
     from framework.memory import to_mapping
     from launch.elastic import run_local
 

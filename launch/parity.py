@@ -17,6 +17,7 @@ from typing import Any
 
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
 from framework.config_rules import check
+from framework.device_rules import check_devices
 from framework.errors import ConfigError, RunFailedError, RunInterruptedError
 from framework.run import RunContext
 from launch.train import LaunchOptions, make_run_dir, prepare_run, short_path
@@ -34,6 +35,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     check(config)
     if problems := _refused(config):
         raise ConfigError(problems)
+    check_devices(config, config.parallel.world_size)
 
     from framework.checkpoint.manifest import step_folder
     from framework.parity import NUM_STEPS, reference_config, to_mapping

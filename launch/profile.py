@@ -13,6 +13,7 @@ from typing import Any
 from framework.config import CheckpointConfig, LoggerConfig, TrainConfig
 from framework.config_mapping import config_hash
 from framework.config_rules import build_schedule, check
+from framework.device_rules import check_devices, devices_here
 from framework.errors import ConfigError
 from launch.train import LaunchOptions, short_path
 from parallel.pipeline.cost_profile import CostProfile, save_profile
@@ -27,6 +28,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
     check(config)
     num_stages = build_schedule(config.schedule, config.parallel).num_stages
+    check_devices(config, _num_ranks(config))
     path = _path(config, options, num_stages)
     vocab_size = config.model.vocab_size or _tokenizer_size(config)
 
@@ -135,10 +137,10 @@ def _tokenizer_size(config: TrainConfig) -> int:
 
 def _num_ranks(config: TrainConfig) -> int:
     """The ranks of the tensor axis, and a second one for the link where there is a device for it."""
-    import torch
-
     wanted = max(2, config.parallel.tensor_parallel_size)
-    return min(wanted, torch.cuda.device_count()) if torch.cuda.is_available() else wanted
+    devices = devices_here()
+    at_least = config.parallel.tensor_parallel_size
+    return max(at_least, min(wanted, devices.num_gpus)) if devices.kind(config.device) == "cuda" else wanted
 
 
 def _inflation(profile: CostProfile) -> float:

@@ -1,7 +1,8 @@
 """`counterflow train`: prepare the data, make the run's folder, start the ranks, return what rank 0 measured.
 
-Where RANK and WORLD_SIZE are set (torchrun, Slurm, Kubernetes) this process is one rank among others and joins
-them; else it starts every rank of the config's layout on this machine.
+Where torchrun, srun or Kubernetes started this process as one rank among others (launch/environment.py) it joins
+them, once all are found to be started alike (launch/agreement.py); else it starts every rank of the config's layout
+on this machine.
 
     counterflow train schedule=1f1b
     torchrun --nnodes=2 --nproc-per-node=8 -m launch.train parallel.data_parallel_size=4 ...
@@ -9,7 +10,6 @@ them; else it starts every rank of the config's layout on this machine.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from framework.config import TrainConfig
 from framework.config_mapping import config_hash
 from framework.config_rules import check, check_workload
-from framework.device_rules import device_problems
+from framework.device_rules import device_identity, device_problems, shared_devices
 from framework.errors import ConfigError, RunFailedError
 from framework.metrics.sinks import check_logger
 from framework.run import RunContext
+from launch.agreement import Council, differences, facts_of, open_store
 from launch.compose import config_file_text
+from launch.environment import JoinedRank, joined_rank, restart_problem, socket_environment
 from launch.failure import describe, error_path
 from parallel.scratch_file import ScratchFile
 
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from framework.data.prepare import PreparedData
 
 _HOLD_SECONDARY_S = 2.0
-_STORE_KEY = "counterflow/run"
-_READ_KEY = "counterflow/read"
 # Preparing a large corpus on rank 0 takes a while, and the other ranks wait for it.
 _PREPARE_TIMEOUT = timedelta(hours=4)
 
@@ -59,10 +59,12 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     Raises RunFailedError, RunInterruptedError: see `launch.elastic.run_local`.
     """
     started_at = time.time()
+    joined = joined_rank(os.environ)
+    _refuse_restart(config, options, joined)
     check(config)
-    _check_environment(config)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _join(config, options, started_at)
+    _check_environment(config, joined)
+    if joined is not None:
+        return _join(config, options, joined, started_at)
 
     from launch.elastic import run_local
 
@@ -110,7 +112,37 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
         ) from error
 
 
-def _check_environment(config: TrainConfig) -> None:
+def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedRank | None) -> None:
+    """A job goes on from a checkpoint only where it is told to.
+
+    Raises ConfigError: in the second round of a job that torchrun or Slurm has restarted.
+    """
+    if restart_problem(os.environ, resume=config.checkpoint.resume, earlier=None) is None:
+        return
+    if joined is not None and joined.rank:
+        sys.exit(2)  # rank 0 tells
+    earlier = _earlier_run(config, options)
+    problem = restart_problem(os.environ, resume=config.checkpoint.resume, earlier=earlier)
+    assert problem is not None
+    raise ConfigError([problem])
+
+
+def _earlier_run(config: TrainConfig, options: LaunchOptions) -> str | None:
+    """The newest run of this config that has a whole checkpoint."""
+    from framework.resume import checkpoint_to_resume
+
+    runs_dir = Path(config.launcher.runs_dir).expanduser()
+    named = sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
+    for folder in [options.out] if options.out is not None else named:
+        try:
+            checkpoint_to_resume(str(folder))
+        except (OSError, ValueError):
+            continue
+        return short_path(folder.absolute())
+    return None
+
+
+def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems: list[str] = []
     if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
         problems.append(
@@ -123,7 +155,10 @@ def _check_environment(config: TrainConfig) -> None:
         check_logger(config.logger)
     except ValueError as error:
         problems.append(str(error))
-    problems += device_problems(config)
+    ranks_here = config.parallel.world_size
+    if joined is not None:
+        ranks_here = joined.ranks_on_node or joined.local_rank + 1
+    problems += device_problems(config, ranks_here, joined=joined is not None)
     problems += _folder_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -195,7 +230,12 @@ def prepare_run(
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
-    data = prepare_data(config, show=True)
+    return _new_run(config, options, prepare_data(config, show=True), started_at, kind)
+
+
+def _new_run(
+    config: TrainConfig, options: LaunchOptions, data: PreparedData, started_at: float, kind: str = ""
+) -> RunContext:
     digest = config_hash(config)
     label = "-".join(filter(None, (kind, digest[:8])))
     run_dir = make_run_dir(Path(config.launcher.runs_dir).expanduser(), label, options.out)
@@ -210,47 +250,33 @@ def prepare_run(
     )
 
 
-def _join(config: TrainConfig, options: LaunchOptions, started_at: float) -> dict[str, Any] | None:
+def _join(
+    config: TrainConfig, options: LaunchOptions, joined: JoinedRank, started_at: float
+) -> dict[str, Any] | None:
     """Be one rank of an environment that somebody else started; rank 0 makes the run's folder and shares it."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size != config.parallel.world_size:
+    rank = joined.rank
+    if joined.world_size != config.parallel.world_size:
         problem = (
-            f"WORLD_SIZE={world_size} in the environment: this layout has {config.parallel.world_size} rank(s) "
-            "(pipeline x data x context x tensor); start that many, or change the parallel.*_size values"
+            f"{joined.size_name}={joined.world_size} in the environment: this layout has "
+            f"{config.parallel.world_size} rank(s) (pipeline x data x context x tensor); start that many, or change "
+            "the parallel.*_size values"
         )
         if rank:
             sys.exit(2)  # rank 0 tells
         raise ConfigError([problem])
     import torch
-    from torch.distributed.rendezvous import rendezvous
 
-    # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=config.comm.timeout_s)))
-    if rank == 0:
-        try:
-            context = prepare_run(config, options, started_at)
-        except BaseException as error:
-            store.set(_STORE_KEY, json.dumps({"error": str(error)}))
-            # The store may live in this process: let the others read before it goes.
-            deadline = time.monotonic() + _HOLD_SECONDARY_S
-            while store.add(_READ_KEY, 0) < world_size - 1 and time.monotonic() < deadline:
-                time.sleep(0.05)
-            raise
-        store.set(_STORE_KEY, json.dumps({"run_dir": str(context.run_dir)}))
-    else:
-        store.wait([_STORE_KEY], _PREPARE_TIMEOUT)
-        told = json.loads(store.get(_STORE_KEY))
-        if "error" in told:
-            store.add(_READ_KEY, 1)
-            sys.exit(2)
-        context = RunContext(
-            run_dir=Path(told["run_dir"]),
-            data=prepare_data(config, show=False),
-            config_hash=config_hash(config),
-            started_at=started_at,
-            show_progress=False,
-            json_output=options.json_output,
+    os.environ.update(joined.variables)
+    if joined.is_on_loopback:
+        os.environ.update(socket_environment())
+    if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _say(
+            "a job that torchrun restarts is not resumed: its second round is refused (see checkpoint.resume)"
         )
+    # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
+    store = open_store(joined, config.comm.timeout_s)
+    council = Council(store, rank=rank, world_size=joined.world_size)
+    context = (_lead if rank == 0 else _follow)(config, options, council, joined, started_at)
     from framework.train import run_rank
 
     if config.launcher.threads_per_rank is not None:
@@ -260,6 +286,60 @@ def _join(config: TrainConfig, options: LaunchOptions, started_at: float) -> dic
     except Exception as error:
         raise _rank_failure(rank, error, context) from error
     return _summary(result, context) if rank == 0 else None
+
+
+def _lead(
+    config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
+) -> RunContext:
+    """Rank 0: compare what all ranks say, first their configs and then their data, and make the run's folder."""
+    try:
+        council.arrive(facts_of(config))
+        council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
+        data = prepare_data(config, show=True)
+        council.answer("prepared", {})
+        council.say("data", _data_facts(config, data, joined))
+        council.agree("data", _PREPARE_TIMEOUT, _data_problems)
+        context = _new_run(config, options, data, started_at)
+    except BaseException as error:
+        council.dismiss(error, ("prepared", "run"))
+        raise
+    council.answer("run", {"run_dir": str(context.run_dir)})
+    return context
+
+
+def _follow(
+    config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
+) -> RunContext:
+    """Any other rank. Exits with 2 where rank 0 ends the run; it tells why."""
+    council.arrive(facts_of(config))
+    if council.wait_for("prepared", _PREPARE_TIMEOUT) is None:
+        sys.exit(2)
+    data: PreparedData | None = None
+    try:
+        data = prepare_data(config, show=False)
+        council.say("data", _data_facts(config, data, joined))
+    except Exception as error:
+        council.say("data", {"problem": str(error)})
+    told = council.wait_for("run", _PREPARE_TIMEOUT)
+    if told is None or data is None:
+        sys.exit(2)
+    return RunContext(
+        run_dir=Path(told["run_dir"]),
+        data=data,
+        config_hash=config_hash(config),
+        started_at=started_at,
+        show_progress=False,
+        json_output=options.json_output,
+    )
+
+
+def _data_facts(config: TrainConfig, data: PreparedData, joined: JoinedRank) -> dict[str, Any]:
+    tokens = {"data: hash of the tokens": data.content_hash, "data: size of the vocabulary": data.vocab_size}
+    return {"tokens": tokens, "device": device_identity(config.device, joined.local_rank)}
+
+
+def _data_problems(said: list[Mapping[str, Any]]) -> list[str]:
+    return differences([rank["tokens"] for rank in said]) + shared_devices([rank["device"] for rank in said])
 
 
 def _rank_failure(rank: int, error: Exception, context: RunContext) -> RunFailedError:

@@ -25,13 +25,14 @@ def rng_state() -> dict[str, Any]:
         },
         "torch_cpu": _text(torch.get_rng_state().numpy()),
     }
-    if torch.cuda.is_available():
+    # Asked of a CUDA that this process has not used, it would start one.
+    if torch.cuda.is_initialized():
         state["torch_cuda"] = _text(torch.cuda.get_rng_state().numpy())
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` returned; a CUDA state is left aside where there is no CUDA device."""
+    """Put back what `rng_state` returned; a CUDA state is left aside where this process does not use CUDA."""
     python, numpy = state["python"], state["numpy"]
     words = tuple(int(word) for word in _array(python["words"], np.uint32))
     random.setstate((python["version"], words, python["gauss"]))
@@ -45,7 +46,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         )
     )
     torch.set_rng_state(torch.from_numpy(_array(state["torch_cpu"], np.uint8)))
-    if "torch_cuda" in state and torch.cuda.is_available():
+    if "torch_cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(torch.from_numpy(_array(state["torch_cuda"], np.uint8)))
 
 

@@ -38,8 +38,8 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def import_deepspeed() -> Any:
-    """The module, its log turned down to warnings.
+def import_deepspeed(*, on_cpu: bool = False) -> Any:
+    """The module, its log turned down to warnings. on_cpu: whether ranks compute there, GPUs or not.
 
     Raises RuntimeError: where there is none, with the reason.
     """
@@ -47,7 +47,7 @@ def import_deepspeed() -> Any:
         raise RuntimeError(reason)
     import torch
 
-    if not torch.cuda.is_available():
+    if on_cpu or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # said, so that it does not warn that it had to guess
     import deepspeed
 
@@ -64,7 +64,7 @@ def start(timeout_s: float) -> Any:
     """
     import torch.distributed as dist
 
-    deepspeed = import_deepspeed()
+    deepspeed = import_deepspeed(on_cpu=dist.get_backend() == "gloo")
     # One line for each call: it uses the names that torch 2.13 has replaced.
     warnings.filterwarnings("ignore", r".*torch\.distributed\..*is deprecated", FutureWarning)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

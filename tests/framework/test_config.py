@@ -70,6 +70,7 @@ def test_values_reach_their_dataclasses() -> None:
         ("logger.project", 3, "must be text"),
         ("deterministic", "yes", "must be true or false"),
         ("deterministic", 1, "must be true or false"),
+        ("device", "gpu", "must be one of auto, cpu, cuda"),
         ("seed", None, "must be a whole number"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -105,19 +106,47 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _joined(overrides: list[str], tmp_path: Path, num_ranks: int = 2) -> list[tuple[int, str, str]]:
-    """What torchrun does: start the module once for each rank, with the group in the environment."""
-    group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+def _environments(started_by: str, num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun or srun says to each rank."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if started_by == "srun":
+        step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(num_ranks)}
+        return [
+            {**meeting, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            for rank in range(num_ranks)
+        ]
+    return [
+        {**meeting, "WORLD_SIZE": str(num_ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(num_ranks)
+    ]
+
+
+def _joined(
+    overrides: list[str],
+    tmp_path: Path,
+    *,
+    started_by: str = "torchrun",
+    of_rank: tuple[str, ...] = ("seed=0", "seed=0"),
+) -> list[tuple[int, str, str]]:
+    """Start the module once for each rank, each with an override of its own."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "launch.train", "--json", f"launcher.runs_dir={tmp_path}", *overrides],
+            [
+                sys.executable,
+                "-m",
+                "launch.train",
+                "--json",
+                f"launcher.runs_dir={tmp_path}",
+                *overrides,
+                own,
+            ],
             cwd=_ROOT,
-            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for own, environment in zip(of_rank, _environments(started_by, len(of_rank)), strict=True)
     ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, outputs, strict=True)]
@@ -145,3 +174,63 @@ def test_a_mistake_that_rank_0_finds_ends_the_others(tmp_path: Path) -> None:
     assert (first[0], second[0]) == (2, 2)
     assert "/nowhere" in first[2]
     assert second[2] == ""
+
+
+def test_another_text_on_one_rank_is_named_and_leaves_no_run(tmp_path: Path, cache: str) -> None:
+    """Under srun, whose tasks join as ranks of torchrun do."""
+    sources: list[str] = []
+    for name in ("red", "blue"):
+        path = tmp_path / name / "text.txt"
+        path.parent.mkdir()
+        path.write_text("\n\n".join(f"{name} {number}" for number in range(2000)))
+        sources.append(f"data.sources=[{path}]")
+    runs = tmp_path / "runs"
+    overrides = [*_TINY, cache, "parallel.data_parallel_size=2", "data.validation_fraction=0.0"]
+    first, second = _joined(overrides, runs, started_by="srun", of_rank=(sources[0], sources[1]))
+    assert (first[0], second[0]) == (2, 2), first[2] + second[2]
+    assert re.search(r'hash of the tokens: "\w+" on rank 0, but "\w+" on rank 1; ', first[2]), first[2]
+    assert second[2] == ""
+    assert not runs.exists()
+
+
+def test_a_rank_of_a_half_said_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", *_TINY]) == 2
+    assert (
+        "RANK=1 in the environment without WORLD_SIZE and MASTER_ADDR and MASTER_PORT"
+        in capfd.readouterr().err
+    )
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["train", *_TINY, "parallel.data_parallel_size=2", "--out", str(tmp_path / "run")]) == 2
+    assert "device=auto: 2 ranks on this node and 1 GPU" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_restarted_job_is_refused_and_its_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*_TINY, f"launcher.runs_dir={tmp_path}"]
+    digest = config_hash(compose_config(overrides))[:8]
+    for name in (f"20260131-120000-{digest}", f"20260131-130000-{digest}", "20260131-140000-1a2b3c4d"):
+        (tmp_path / name).mkdir()
+    kept = f"20260131-120000-{digest}"  # the only one of this config with a whole checkpoint
+
+    def whole(source: str) -> Path:
+        if not source.endswith(kept):
+            raise ValueError("none")
+        return Path(source)
+
+    monkeypatch.setattr("framework.resume.checkpoint_to_resume", whole)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(["train", *overrides]) == 2
+    error = capfd.readouterr().err
+    assert "TORCHELASTIC_RESTART_COUNT=1" in error
+    assert f"checkpoint.resume={tmp_path / kept}" in error
+    assert len(list(tmp_path.iterdir())) == 3
