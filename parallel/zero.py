@@ -185,7 +185,7 @@ class FlatUnit:
         }
         # A parameter keeps its hook in C++, where Python's collector sees no cycle: a hook that held this unit would
         # keep both for the life of the process.
-        unit = weakref.ref(self)
+        unit: weakref.ref[FlatUnit] = weakref.ref(self)
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(lambda grown, unit=unit: _take_gradient(unit, grown))
         self._pending_gather: PendingGather | None = None
