@@ -1,13 +1,15 @@
 """A pairwise cover of the features that compose: few configs, each pair of features together in one of them.
 
 Greedy and deterministic: the first pair that no case has yet begins a case, and every other feature is added to it
-that keeps what is there, passes the check, and brings a pair that is missing.
+that keeps what is there, passes the check, and brings a pair that is missing. That takes many checks of a config, so
+the cases are kept in a file: `python -m tests.composition_cover` writes it anew, which a pair that no case has asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from framework.compositions import REFUSALS
@@ -17,6 +19,7 @@ from tests.tiny import MIXTURES, merged, tiny_config
 
 Pair = frozenset[str]
 NUM_STEPS = 2
+FILE = Path(__file__).parent / "golden" / "composition_cover.txt"
 
 _TWO_STAGES = {"parallel": {"pipeline_parallel_size": 2}}
 _EXPERTS = {"model": MIXTURES["mixtral"]}
@@ -181,3 +184,12 @@ def cover() -> list[tuple[str, ...]]:
 def feature_keys() -> set[str]:
     """The names of all features there are."""
     return {feature.key for feature in FEATURES}
+
+
+def kept_cases() -> list[tuple[str, ...]]:
+    """The cases of the file."""
+    return [tuple(line.split()) for line in FILE.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    FILE.write_text("".join(" ".join(case) + "\n" for case in cover()))

@@ -24,6 +24,7 @@ from tests.composition_cover import (
     config_of,
     cover,
     feature_keys,
+    kept_cases,
     pairs_in,
 )
 from tests.rank_pool import RankPool
@@ -53,7 +54,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepspeed_engine": {"zero": {"engine": "deepspeed", "stage": 1}},
     "cpu_adam": {"optimizer": {"kernel": "cpu_adam", "offload": {"tier": "host"}}},
 }
-CASES = cover()
+CASES = kept_cases()
 
 
 def losses(config: TrainConfig, run: RunContext) -> list[float]:
@@ -101,6 +102,11 @@ def test_every_pair_is_in_a_case_or_refused() -> None:
     configs = [config_of(case) for case in CASES]
     covered = set().union(*(pairs_in(config) for config in configs if config is not None))
     assert [sorted(pair) for pair in composing_pairs() if pair not in covered] == []
+
+
+@pytest.mark.slow
+def test_the_cases_are_what_the_generator_makes() -> None:
+    assert CASES == cover()
 
 
 def test_alternatives_exclude_each_other() -> None:
