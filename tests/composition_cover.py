@@ -2,7 +2,7 @@
 
 Greedy and deterministic: the first pair that no case has yet begins a case, and every other feature is added to it
 that keeps what is there, passes the check, and brings a pair that is missing. That takes many checks of a config, so
-the cases are kept in a file: `python -m tests.composition_cover` writes it anew, which a pair that no case has asks for.
+the cases are kept in a file. `python -m tests.composition_cover` writes it anew, for a pair that no case has.
 """
 
 from __future__ import annotations
