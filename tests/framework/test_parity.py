@@ -108,7 +108,7 @@ MORE_SCHEDULES = ("interleaved_1f1b", "zb1p", "zb_h2", "zbv", "v_half", "v_min",
 
 
 @pytest.mark.parametrize("schedule", MORE_SCHEDULES)
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_every_schedule_composes_with_tensor_parallelism_and_zero(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, schedule: str, zero: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_every_schedule_composes_with_tensor_parallelism_and_zero(
     assert_parity(measure(ranks, config, tiny_data, tmp_path))
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_searched_schedule_and_one_of_a_file(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, zero: int
 ) -> None:
@@ -351,7 +351,7 @@ def expert_ids(point: dict[str, Any]) -> str:
     return "-".join(f"{key}{value}" for key, value in point.items())
 
 
-@pytest.mark.parametrize("point", pairwise(expert_grid(8))[:8], ids=expert_ids)
+@pytest.mark.parametrize("point", pairwise(expert_grid(8))[:5], ids=expert_ids)
 def test_experts_train_like_one_process(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, point: dict[str, Any]
 ) -> None:
