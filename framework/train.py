@@ -31,7 +31,8 @@ from framework.measure import (
 )
 from framework.metrics.console import ConsoleSink
 from framework.metrics.plot import plot_loss
-from framework.metrics.record import Bubbles, RunSummary, StepRecord
+from framework.metrics.record import StepRecord
+from framework.metrics.running import RunningSummary
 from framework.metrics.sinks import Sink, Status, log_picture, open_sinks, wandb_dir
 from framework.metrics.timeline import Timeline
 from framework.metrics.timeline_render import write_files
@@ -152,7 +153,7 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
             )
         )
     status: Status = "failed"
-    records: list[StepRecord] = []
+    running = RunningSummary()
     started = time.perf_counter()
 
     def take_timeline(timeline: Timeline) -> None:
@@ -161,14 +162,21 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
 
     try:
         for record in train(assembly, first_step, take_timeline):
-            records.append(record)
+            running.add(record)
+            if record.moe is not None and not config.logger.keeps_loads_of(
+                record.step, config.training.num_steps
+            ):
+                record = replace(record, moe=record.moe.without_loads())
             for sink in sinks:
                 sink.log(record)
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
         if config.logger.name != "none":
             plot_loss(run.run_dir)
-        summary = summarise(
-            records, run, wandb_dir(sinks), time.perf_counter() - started, kernels=assembly.kernels
+        summary = running.summary(
+            run_dir=str(run.run_dir),
+            wandb_dir=wandb_dir(sinks),
+            seconds=time.perf_counter() - started,
+            kernels=assembly.kernels,
         )
         for sink in sinks:
             sink.summary(summary)
@@ -180,32 +188,3 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
         for sink in sinks:
             sink.close(status)
     return dataclasses.asdict(summary)
-
-
-def summarise(
-    records: list[StepRecord],
-    run: RunContext,
-    wandb: str | None,
-    seconds: float,
-    *,
-    kernels: dict[str, str],
-) -> RunSummary:
-    """The outcome of a run; rates and the bubble are medians over its steps, the first left out if it can be."""
-    steady = records[1:] or records
-    last = next((record for record in reversed(records) if record.skipped is None), records[-1])
-    return RunSummary(
-        run_dir=str(run.run_dir),
-        final_loss=last.loss,
-        validation_loss=records[-1].validation_loss,
-        tokens_per_s=float(np.median([record.tokens_per_s for record in steady])),
-        bubble=Bubbles(
-            measured=float(np.median([record.bubble_measured for record in steady])),
-            simulated=last.bubble_simulated,
-            formula=last.bubble_formula,
-        ),
-        wandb_dir=wandb,
-        steps=records[-1].step + 1,
-        seconds=seconds,
-        num_skipped=sum(record.skipped is not None for record in records),
-        kernels=kernels,
-    )

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -99,9 +99,11 @@ class JsonlSink:
         self._run_dir = run_dir
         path = run_dir / METRICS_FILE
         if path.exists():
-            kept = [record for record in read_records(path) if record.step < (resume_step or 0)]
             rewritten = path.with_suffix(".rewritten")
-            rewritten.write_text("".join(record.to_json() + "\n" for record in kept))
+            with rewritten.open("w") as stream:
+                for record in iterate_records(path):
+                    if record.step < (resume_step or 0):
+                        stream.write(record.to_json() + "\n")
             rewritten.replace(path)
         self._stream = path.open("a")
 
@@ -120,21 +122,29 @@ class JsonlSink:
         self._stream.close()
 
 
-def read_records(path: Path) -> list[StepRecord]:
-    """The step records of a `metrics.jsonl`. A last line that a killed run left unfinished is passed over.
+def iterate_records(path: Path) -> Iterator[StepRecord]:
+    """The step records of a `metrics.jsonl`, one in memory at a time, however long the run was.
+
+    A last line that a killed run left unfinished is passed over.
 
     Raises ValueError: where any other line is not a record.
     """
-    lines = path.read_text().splitlines()
-    records: list[StepRecord] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(StepRecord.from_json(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: {error}; remove the line to read the rest") from None
-    return records
+    damaged: str | None = None
+    with path.open() as stream:
+        for number, line in enumerate(stream, start=1):
+            if damaged is not None:
+                raise ValueError(damaged)
+            try:
+                record = StepRecord.from_json(line)
+            except ValueError as error:
+                damaged = f"{path}:{number}: {error}; remove the line to read the rest"
+                continue
+            yield record
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """All of `iterate_records`."""
+    return list(iterate_records(path))
 
 
 class WandbSink:
