@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -135,6 +136,32 @@ def deaf_work() -> None:
     os.write(1, b"working\n")
     while True:
         time.sleep(0.1)
+
+
+def third_hangs() -> None:
+    """Rank 2 stays in a computation of its own while the others wait for it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    dist.barrier()
+    if dist.get_rank() == 2:
+        _compute_for_ever()
+    dist.all_reduce(torch.ones(8))
+
+
+def _compute_for_ever() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    time.sleep(300)
+
+
+def last_fills_the_disk() -> None:
+    """The run's folder takes no byte any more, as on a full disk, and that is what ends rank 3."""
+    rank, size = _init()
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank == size - 1:
+        _failing()
+        (Path(sys.argv[3]) / "data").write_text("x" * 100)
+    _work()
 
 
 def with_child() -> None:
