@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from framework.errors import RunFailedError, RunInterruptedError
+from framework.errors import RunFailedError, RunInterruptedError, StoppedError
 from launch.failure import RankExit, describe, error_path, keep
 from launch.reports import Report, Reports, explain
 
@@ -167,6 +167,8 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
     except BaseException as error:
         record = describe(rank, error)
         report.failed(record)  # before any disk is written to: it may be full, and that the cause
+        if isinstance(error, StoppedError):
+            os._exit(128 + signal.SIGTERM)  # asked to; it left everything in order
         if not_kept := keep(error_path(plan.run_dir, rank), record.traceback):
             report.failed(replace(record, not_kept=not_kept))
         for stream in (sys.stdout, sys.stderr):

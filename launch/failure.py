@@ -7,7 +7,6 @@ one is named first, with the place where it was.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import time
@@ -15,6 +14,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from framework.errors import StoppedError
+from framework.redaction import redacted
 
 # How gloo, NCCL and torch's store tell that a peer is gone, or that it did not come in time.
 _PEER_LOSS = re.compile(
@@ -113,10 +115,10 @@ def describe(rank: int, error: BaseException) -> RankError:
         rank=rank,
         time_s=time.time(),
         kind=type(error).__name__,
-        message="; ".join([_GLOO_DECORATION.sub("", str(error)).strip() or "(no message)", *notes]),
+        message=redacted("; ".join([_GLOO_DECORATION.sub("", str(error)).strip() or "(no message)", *notes])),
         where=where,
         secondary=secondary,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=redacted("".join(traceback.format_exception(error))),
         waited=secondary and _says(error, _WAITED),
     )
 
@@ -141,8 +143,6 @@ def keep(path: Path, text: str) -> str | None:
     try:
         path.write_text(text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
         return error.strerror or str(error)
     return None
 
@@ -228,6 +228,8 @@ def _silence(silence: Silence) -> str:
 
 def _of_error(errors: Sequence[RankError], run_dir: Path) -> Cause:
     first = errors[0]
+    if first.kind == StoppedError.__name__:
+        return Cause(rank=first.rank, message=first.message, details=None)
     same = sorted(error.rank for error in errors[1:] if error.kind == first.kind)
     others = ""
     if same:

@@ -16,6 +16,8 @@ class LoggerConfig:
     expert_load_interval_steps: every how many steps, and at the last, a record has the load of each expert and the
     bytes between expert ranks, which `counterflow balance` reads; 0: never. For 58 layers of 256 experts they make a
     record 25 times as large.
+    timeout_s: how long W&B or TensorBoard may take to start, for one call or to finish, before the run goes on without
+    it; no rank waits for it meanwhile.
     """
 
     name: Literal["none", "jsonl", "wandb", "tensorboard"] = "wandb"
@@ -23,6 +25,7 @@ class LoggerConfig:
     mode: Literal["offline", "online"] = "offline"
     timeline_interval_steps: int | None = None
     expert_load_interval_steps: int = 10
+    timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.timeline_interval_steps is not None and self.timeline_interval_steps < 0:
@@ -34,6 +37,10 @@ class LoggerConfig:
             raise ValueError(
                 f"logger.expert_load_interval_steps={self.expert_load_interval_steps}: a number of steps; set it to 1 "
                 "or more, or to 0 for never"
+            )
+        if not 1 <= self.timeout_s <= 3600:
+            raise ValueError(
+                f"logger.timeout_s={self.timeout_s}: from 1 second to an hour (3600); 60 is the default"
             )
 
     def keeps_loads_of(self, step: int, num_steps: int) -> bool:

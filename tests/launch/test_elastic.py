@@ -149,7 +149,7 @@ def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_though_nothing_can_be_written(tmp_path: Path) -> None:
     message = _one_message(_run("last_fills_the_disk", tmp_path))
-    assert message.startswith("FAILED rank 3 failed: OSError: [Errno 27] File too large")
+    assert message.startswith("FAILED rank 3 failed: OSError: [Errno 28] No space left on device")
     assert "could not be written to" in message
 
 

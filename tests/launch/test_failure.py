@@ -117,8 +117,10 @@ def test_a_report_needs_no_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_with_the_cause() -> None:
-    assert keep(Path("/dev/full"), "T") == "No space left on device"
+def test_a_full_disk_is_said_with_the_cause(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    assert keep(full, "T") == "No space left on device"
     error = replace(_error(1, 1.0, secondary=False), not_kept="No space left on device")
     cause = root_cause([], [error], Path("/run"))
     assert cause is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -143,6 +142,7 @@ def third_hangs() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     dist.barrier()
     if dist.get_rank() == 2:
+        _failing()
         _compute_for_ever()
     dist.all_reduce(torch.ones(8))
 
@@ -153,14 +153,14 @@ def _compute_for_ever() -> None:
 
 
 def last_fills_the_disk() -> None:
-    """The run's folder takes no byte any more, as on a full disk, and that is what ends rank 3."""
+    """What rank 3 writes to the run's folder finds a full disk, its traceback too."""
     rank, size = _init()
     dist.barrier()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if rank == size - 1:
         _failing()
-        (Path(sys.argv[3]) / "data").write_text("x" * 100)
+        for name in ("data", "rank-3-error.txt"):
+            (Path(sys.argv[3]) / name).symlink_to("/dev/full")
+        (Path(sys.argv[3]) / "data").write_text("x")
     _work()
 
 
