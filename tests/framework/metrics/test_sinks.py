@@ -235,9 +235,10 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from framework.metrics.config import LoggerConfig
-from framework.metrics.sinks import open_sinks
+from framework.metrics.sinks import open_sinks, wandb_dir
 from tests.framework.metrics.records import record
 opened = open_sinks(LoggerConfig(name="wandb"), Path(sys.argv[1]), {})
+wandb_dir(opened)  # W&B has started
 for step in range(50):
     for sink in opened:
         sink.log(record(step))
