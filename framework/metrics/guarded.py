@@ -104,7 +104,7 @@ class BackgroundSink(GuardedSink):
         self.name = name
         self.failure: str | None = None
         self._sink: _Sink | None = None
-        self._closing = False
+        self._status: Status | None = None
         self._thread.start()
         # Before the interpreter waits for threads and runs what W&B left for its end; else a program that forgets to
         # close loses what is still waiting here.
@@ -118,9 +118,8 @@ class BackgroundSink(GuardedSink):
         return super().folder
 
     def begin_close(self, status: Status) -> None:
-        if not self._closing:
-            self._closing = True
-            self._calls.put(lambda: self._sink and self._sink.close(status))
+        if self._status is None:
+            self._status = status
             self._calls.put(None)
 
     def wait_closed(self, until: float) -> None:
@@ -145,9 +144,12 @@ class BackgroundSink(GuardedSink):
         self._do(lambda: setattr(self, "_sink", self._make()))
         self._is_open.set()
         while (call := self._calls.get()) is not None:
-            # What has failed is still closed.
-            if self.failure is None or self._closing:
+            if self.failure is None:
                 self._do(call)
+        # What has failed is closed as well.
+        sink, status = self._sink, self._status
+        if sink is not None and status is not None:
+            self._do(lambda: sink.close(status))
 
     def _do(self, call: Callable[[], object]) -> None:
         self._busy_since = time.monotonic()
@@ -155,7 +157,7 @@ class BackgroundSink(GuardedSink):
         self._busy_since = None
 
     def _drain(self) -> None:
-        if not self._closing:
+        if self._status is None:
             self._calls.put(None)
             self._thread.join(self._timeout_s)
 
