@@ -136,21 +136,18 @@ def test_the_written_config_reads_back() -> None:
 
 def test_what_the_environment_said_is_written_as_its_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CF_TEXTS", "/data/of/someone")
-    monkeypatch.setenv("CF_STEPS", "7")
     overrides = [
         "data.sources=['${oc.env:CF_TEXTS}/a','https://me:pass@host/b']",
-        "training.num_steps=${oc.decode:${oc.env:CF_STEPS}}",
         "logger.project=${launcher.runs_dir}",
         "launcher.runs_dir=${oc.env:CF_TEXTS}/runs",
         "training.log_interval_steps=${training.eval_interval_steps}",
     ]
     config = compose_config(overrides)
-    assert (config.training.num_steps, config.logger.project) == (7, "/data/of/someone/runs")
+    assert config.logger.project == "/data/of/someone/runs"
     recorded = compose_recorded(overrides)
     text = config_file_text(config, ["counterflow", "train", "https://me:pass@host/b"], recorded.mapping)
     written = yaml.safe_load(text)
     assert written["data"]["sources"] == ["${oc.env:CF_TEXTS}/a", "https://me:***@host/b"]
-    assert written["training"]["num_steps"] == "${oc.decode:${oc.env:CF_STEPS}}"
     assert written["launcher"]["runs_dir"] == "${oc.env:CF_TEXTS}/runs"
     assert written["logger"]["project"] == "${launcher.runs_dir}"
     assert written["training"]["log_interval_steps"] == config.training.eval_interval_steps
