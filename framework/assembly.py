@@ -13,6 +13,7 @@ from framework.data.loader import BatchLoader, StepData
 from framework.optimizer import ModelOptimizer
 from framework.rebalance import Balancer
 from framework.step_guard import StepGuard, StepUndo
+from framework.stop import StopRequest
 from framework.workload import Workload
 from models.cost import model_cost
 from parallel.collectives import Axis, ByteMeter
@@ -66,7 +67,7 @@ class Assembly:
     """Everything one rank trains with. `validation` is None where nothing is held out.
 
     undo: what a step that is skipped has changed; None: none is. kernels: what computes updates and norms, by use.
-    balancer: None where experts stay where they are.
+    balancer: None where experts stay where they are. stop: None where nobody can ask the run to stop.
     schedule: of a step with the full batch; while it grows, `runtime.schedule_for` has that of each size.
     """
 
@@ -86,6 +87,7 @@ class Assembly:
     balancer: Balancer | None = None
     undo: StepUndo | None = None
     kernels: dict[str, str] = field(default_factory=dict)
+    stop: StopRequest | None = None
 
     def training_flops_per_token(self, context: float) -> int:
         """Of a token in a sample of `context` tokens."""

@@ -26,6 +26,10 @@ class RunFailedError(RuntimeError):
         self.details = details
 
 
+class StoppedError(RuntimeError):
+    """Ranks were asked to stop by SIGTERM, and the run has stopped after a step."""
+
+
 class RunInterruptedError(RuntimeError):
     """A person or the system stopped the run by `signal_number`."""
 

@@ -45,6 +45,7 @@ class RankStep(NamedTuple):
     start_s, clock_id: when the step began, and on which clock.
     reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
     offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.
+    is_asked_to_stop: 1 where this rank has got SIGTERM.
     """
 
     loss: float
@@ -87,6 +88,7 @@ class RankStep(NamedTuple):
     offload_num_hits: float
     offload_num_unplanned: float
     offload_peak_bytes: float
+    is_asked_to_stop: float = 0.0
 
     @property
     def account(self) -> dict[str, float]:
@@ -183,6 +185,7 @@ def gather_ranks(assembly: Assembly, loss: float, further_loss: float, trace: Tr
         **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
         **_reductions(assembly),
         **_offload_report(assembly),
+        is_asked_to_stop=assembly.stop is not None and assembly.stop.requested.is_set(),
     )
     vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
     everyone = torch.empty((assembly.axes.world.size, len(mine)), dtype=torch.float64, device=assembly.device)

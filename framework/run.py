@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from framework.data.prepare import PreparedData
@@ -19,6 +20,7 @@ class RunContext:
     started_at: seconds since the epoch at which the launcher began, so that start-up can be timed.
     show_progress: whether rank 0 may draw on the terminal. Human output goes to stderr where `json_output` is
     set, for then stdout carries one JSON object; the launcher redirects it, so `print` is safe either way.
+    config_values: the config as it may be written down, nested plain values without secrets.
     """
 
     run_dir: Path
@@ -27,3 +29,4 @@ class RunContext:
     started_at: float
     show_progress: bool = True
     json_output: bool = False
+    config_values: Mapping[str, Any] = field(default_factory=dict)

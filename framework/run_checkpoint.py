@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from framework.errors import ConfigError
 from framework.moe import routing_state
 from framework.resume import checkpoint_to_resume, checkpoints_of, resume_problems
 from framework.run import RunContext
+from parallel.collectives import set_timeout
 
 logger = logging.getLogger(__name__)
 _COMPRESSION = "compression."
@@ -87,6 +89,25 @@ def compression_layout(assembly: Assembly) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def patient(assembly: Assembly, doing: str) -> Iterator[None]:
+    """Collectives over all ranks wait by checkpoint.timeout_s within, and an error says what they were `doing`.
+
+    What is within ends in a collective of all ranks, so that none waits for a slow one by comm.timeout_s after it.
+    """
+    config, group = assembly.config, assembly.mesh.world
+    try:
+        set_timeout(group, config.checkpoint.timeout_s)
+        yield
+    except Exception as error:
+        error.add_note(
+            f"{doing}; ranks waited for each other by checkpoint.timeout_s={config.checkpoint.timeout_s:g}"
+        )
+        raise
+    finally:
+        set_timeout(group, config.comm.timeout_s)
+
+
 def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
     """Write the checkpoint after `num_steps` steps and prune older ones."""
     assert not assembly.optimizer.is_ahead, "the parameters are not validated yet"
@@ -111,10 +132,11 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         boxes += compression_boxes(assembly)
     if assembly.balancer is not None:
         metadata["balance"] = assembly.balancer.state()
-    save(folder, boxes, metadata, group=assembly.mesh.world, rank_state=rng_state())
-    if assembly.mesh.rank == 0:
-        prune(folder.parent, assembly.config.checkpoint.keep)
-    dist.barrier(group=assembly.mesh.world)
+    with patient(assembly, f"while the checkpoint of step {num_steps} was saved"):
+        save(folder, boxes, metadata, group=assembly.mesh.world, rank_state=rng_state())
+        if assembly.mesh.rank == 0:
+            prune(folder.parent, assembly.config.checkpoint.keep)
+        dist.barrier(group=assembly.mesh.world)
 
 
 def is_due(config: TrainConfig, num_steps: int) -> bool:
@@ -165,13 +187,15 @@ def resume(assembly: Assembly, run: RunContext) -> int:
     boxes = list(state_boxes(assembly))
     if goes_on_compressed(assembly, saved):
         boxes += compression_boxes(assembly)
-    metadata = load(
-        folder,
-        boxes,
-        group=assembly.mesh.world,
-        verify_checksums=assembly.config.checkpoint.verify_checksums,
-        optional=(_COMPRESSION,),
-    )
+    with patient(assembly, f"while {folder} was loaded"):
+        metadata = load(
+            folder,
+            boxes,
+            group=assembly.mesh.world,
+            verify_checksums=assembly.config.checkpoint.verify_checksums,
+            optional=(_COMPRESSION,),
+        )
+        dist.barrier(group=assembly.mesh.world)
     num_updates = metadata.get("num_updates", metadata["num_steps"])
     assembly.optimizer.restore(num_updates)
     if "guard" in metadata:

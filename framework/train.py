@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,20 +24,26 @@ from framework.build import build, start_process_group
 from framework.collector import frozen_objects
 from framework.config import TrainConfig, TrainingConfig
 from framework.config_mapping import to_mapping
+from framework.errors import StoppedError
 from framework.measure import (
+    StepOutcome,
     UnfinishedStep,
     gather_timeline,
     step_record,
     timeline_is_due,
 )
 from framework.metrics.console import ConsoleSink
+from framework.metrics.guarded import GuardedSink
 from framework.metrics.plot import plot_loss
-from framework.metrics.record import Bubbles, RunSummary, StepRecord
-from framework.metrics.sinks import Sink, Status, log_picture, open_sinks, wandb_dir
+from framework.metrics.record import StepRecord
+from framework.metrics.running import RunningSummary
+from framework.metrics.sinks import close_sinks, failures_of, log_picture, open_sinks, wandb_dir
+from framework.metrics.status import Status
 from framework.metrics.timeline import Timeline
 from framework.metrics.timeline_render import write_files
 from framework.run import RunContext
 from framework.step import begin_step, evaluate
+from framework.stop import StopRequest, stop_on_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +56,46 @@ def train(
     The record of a step that was made ahead comes after the next step, which validates it; a step after which
     anything is saved, evaluated, moved or drawn is not made ahead.
     take_timeline: called on rank 0 with the timeline of each step for which one is due.
+
+    Raises StoppedError: after the step in which a rank was asked to stop, on every rank.
     """
     config, training = assembly.config, assembly.config.training
     unfinished: UnfinishedStep | None = None
+    stopping: list[int] = []
     for step in range(first_step, training.num_steps):
-        begun, earlier = begin_step(assembly, step, may_step_ahead=not is_looked_at_after(config, step))
+        begun, earlier = begin_step(
+            assembly, step, may_step_ahead=not (stopping or is_looked_at_after(config, step))
+        )
         if unfinished is not None:
-            yield _observed(assembly, step_record(assembly, unfinished.finish(earlier)))
+            outcome = unfinished.finish(earlier)
+            stopping = stopping or asked_to_stop(outcome)
+            yield _observed(assembly, step_record(assembly, outcome))
         unfinished = begun
         if assembly.optimizer.is_ahead:
             continue
         outcome, unfinished = begun.finish(), None
+        stopping = stopping or asked_to_stop(outcome)
         record = _observed(assembly, step_record(assembly, outcome))
-        if timeline_is_due(config.logger, step, training.num_steps):
+        # Of the last step of a run there is always one.
+        if timeline_is_due(config.logger, training.num_steps - 1 if stopping else step, training.num_steps):
             timeline = gather_timeline(assembly, outcome)
             if timeline is not None and take_timeline is not None:
                 take_timeline(timeline)
-        if evaluation_is_due(training, step):
+        if evaluation_is_due(training, step) and not stopping:
             record = replace(record, validation_loss=evaluate(assembly))
         if rebalance.is_due(config, step) and record.skipped is None:
             assert assembly.balancer is not None
             assert record.balance is not None
             record = replace(record, balance=assembly.balancer.rebalance(assembly, record.balance))
         yield record
+        if stopping and step + 1 < training.num_steps:
+            who = f"rank {stopping[0]}" if len(stopping) == 1 else f"{len(stopping)} ranks"
+            raise StoppedError(f"SIGTERM asked {who} to stop; the run stopped after {step + 1} steps")
+
+
+def asked_to_stop(outcome: StepOutcome) -> list[int]:
+    """The ranks that had got SIGTERM when they ended the step: the same list on every rank."""
+    return [rank for rank, step in enumerate(outcome.ranks) if step.is_asked_to_stop]
 
 
 def _observed(assembly: Assembly, record: StepRecord) -> StepRecord:
@@ -115,15 +139,19 @@ def run_rank(config: TrainConfig, run: RunContext) -> dict[str, Any] | None:
     """
     device = start_process_group(config, int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        return _run(config, run, device)
+        with stop_on_sigterm(config.launcher.grace_s) as stop:
+            return _run(config, run, device, stop)
     finally:
         dist.destroy_process_group()
 
 
-def _run(config: TrainConfig, run: RunContext, device: torch.device) -> dict[str, Any] | None:
+def _run(
+    config: TrainConfig, run: RunContext, device: torch.device, stop: StopRequest
+) -> dict[str, Any] | None:
     seed_everything(config.seed, deterministic=config.deterministic)
     with build(config, run.data, device) as assembly:
-        return _train_and_record(assembly, run, run_checkpoint.resume(assembly, run))
+        first_step = run_checkpoint.resume(assembly, run)
+        return _train_and_record(replace(assembly, stop=stop), run, first_step)
 
 
 @frozen_objects()
@@ -141,71 +169,74 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
             config.compression.warmup_steps,
             config.training.num_steps,
         )
-    sinks: list[Sink] = list(open_sinks(config.logger, run.run_dir, to_mapping(config), first_step))
+    sinks = open_sinks(config.logger, run.run_dir, run.config_values or to_mapping(config), first_step)
     if run.show_progress:
         sinks.append(
-            ConsoleSink(
-                config.training.num_steps,
-                first_step=first_step,
-                stream=sys.stderr if run.json_output else sys.stdout,
-                every=config.training.log_interval_steps,
+            GuardedSink(
+                "the console",
+                lambda: ConsoleSink(
+                    config.training.num_steps,
+                    first_step=first_step,
+                    stream=sys.stderr if run.json_output else sys.stdout,
+                    every=config.training.log_interval_steps,
+                ),
             )
         )
+    stop = assembly.stop
+    if stop is not None:
+        stop.when_late(lambda: close_sinks(sinks, "interrupted", stop.close_s))
     status: Status = "failed"
-    records: list[StepRecord] = []
+    running = RunningSummary()
     started = time.perf_counter()
 
     def take_timeline(timeline: Timeline) -> None:
-        paths = write_files(timeline, run.run_dir, ("json", "trace", "png"))
-        log_picture(sinks, "timeline", paths["png"], timeline.step)
+        with _no_harm("the timeline"):
+            paths = write_files(timeline, run.run_dir, ("json", "trace", "png"))
+            log_picture(sinks, "timeline", paths["png"], timeline.step)
 
     try:
         for record in train(assembly, first_step, take_timeline):
-            records.append(record)
+            running.add(record)
+            if record.moe is not None and not config.logger.keeps_loads_of(
+                record.step, config.training.num_steps
+            ):
+                record = replace(record, moe=record.moe.without_loads())
             for sink in sinks:
                 sink.log(record)
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
-        if config.logger.name != "none":
-            plot_loss(run.run_dir)
-        summary = summarise(
-            records, run, wandb_dir(sinks), time.perf_counter() - started, kernels=assembly.kernels
+        _draw_loss(config, run)
+        summary = running.summary(
+            run_dir=str(run.run_dir),
+            wandb_dir=wandb_dir(sinks),
+            seconds=time.perf_counter() - started,
+            kernels=assembly.kernels,
+            sink_failures=failures_of(sinks),
         )
         for sink in sinks:
             sink.summary(summary)
         status = "finished"
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, StoppedError):
         status = "interrupted"
+        if stop is not None:
+            stop.finish()
+            close_sinks(sinks, status, stop.close_s)
+        _draw_loss(config, run)
         raise
     finally:
-        for sink in sinks:
-            sink.close(status)
-    return dataclasses.asdict(summary)
+        close_sinks(sinks, status, config.logger.timeout_s)
+    return dataclasses.asdict(summary) | {"sink_failures": failures_of(sinks)}
 
 
-def summarise(
-    records: list[StepRecord],
-    run: RunContext,
-    wandb: str | None,
-    seconds: float,
-    *,
-    kernels: dict[str, str],
-) -> RunSummary:
-    """The outcome of a run; rates and the bubble are medians over its steps, the first left out if it can be."""
-    steady = records[1:] or records
-    last = next((record for record in reversed(records) if record.skipped is None), records[-1])
-    return RunSummary(
-        run_dir=str(run.run_dir),
-        final_loss=last.loss,
-        validation_loss=records[-1].validation_loss,
-        tokens_per_s=float(np.median([record.tokens_per_s for record in steady])),
-        bubble=Bubbles(
-            measured=float(np.median([record.bubble_measured for record in steady])),
-            simulated=last.bubble_simulated,
-            formula=last.bubble_formula,
-        ),
-        wandb_dir=wandb,
-        steps=records[-1].step + 1,
-        seconds=seconds,
-        num_skipped=sum(record.skipped is not None for record in records),
-        kernels=kernels,
-    )
+def _draw_loss(config: TrainConfig, run: RunContext) -> None:
+    if config.logger.name != "none":
+        with _no_harm("the picture of the loss"):
+            plot_loss(run.run_dir)
+
+
+@contextmanager
+def _no_harm(what: str) -> Iterator[None]:
+    """What is only for looking at does not stop a run: a failure within is logged."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s was not drawn: %s: %s", what, type(error).__name__, error)

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from framework.config_mapping import from_mapping
-from framework.metrics.record import StepRecord
-from framework.metrics.sinks import METRICS_FILE, read_records
+from framework.metrics.sinks import METRICS_FILE, iterate_records
 from parallel.expert import even_placement
 from parallel.placement import ExpertLayout, ExpertsByRank, imbalance, place_experts, rank_loads
 
@@ -93,7 +92,8 @@ def plan_from(words: Sequence[str]) -> BalancePlan:
 
 
 def recorded_loads(run_dir: Path, last_steps: int = 0) -> tuple[dict[int, list[float]], int]:
-    """The loads of each layer of experts, summed over the last steps (0: all) of a run, and over how many.
+    """The loads of each layer of experts, summed over those of the last steps (0: all) of a run that have them in
+    their records, and over how many.
 
     Raises ValueError: where there are none.
     """
@@ -101,19 +101,26 @@ def recorded_loads(run_dir: Path, last_steps: int = 0) -> tuple[dict[int, list[f
         what = "is a file, not the folder of a run" if run_dir.exists() else "there is no such folder"
         raise ValueError(f"{run_dir}: {what}; name that of a run, as in counterflow balance runs/RUN")
     path = run_dir / METRICS_FILE
-    records: list[StepRecord] = read_records(path) if path.exists() else []
-    routed = [record.moe for record in records if record.moe is not None][-last_steps:]
+    last_step = -1
+    if last_steps and path.exists():
+        last_step = max((record.step for record in iterate_records(path)), default=-1)
     loads: dict[int, list[float]] = {}
-    for moe in routed:
-        for layer in moe.layers:
+    num_steps = 0
+    for record in iterate_records(path) if path.exists() else ():
+        if record.moe is None or (last_steps and record.step <= last_step - last_steps):
+            continue
+        layers = [layer for layer in record.moe.layers if layer.load]
+        num_steps += bool(layers)
+        for layer in layers:
             sums = loads.setdefault(layer.layer, [0.0] * len(layer.load))
             loads[layer.layer] = [a + b for a, b in zip(sums, layer.load, strict=True)]
     if not loads:
         raise ValueError(
             f"{run_dir}: no loads of experts in {METRICS_FILE}; name the folder of a run of a model that has some "
-            "(model=tiny_mixtral), with logger=jsonl or another that keeps records"
+            "(model=tiny_mixtral), with logger=jsonl or another that keeps records, and with "
+            "logger.expert_load_interval_steps above 0"
         )
-    return loads, len(routed)
+    return loads, num_steps
 
 
 def _print(

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from framework.redaction import redacted
 from launch.help import COMMANDS, command_help, foreign_options, program_help
 
 if TYPE_CHECKING:
     from framework.config import TrainConfig
+    from launch.compose import Recorded
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _VALUE_OPTIONS = ("--out", "--cfg", "--config-dir", "--step")
@@ -130,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, result = _run(arguments, argv)
         except BaseException as error:
             code, message = _explain(error)
+            message = redacted(message, getattr(error, "interpolations", None))
             if message:
                 # Long messages stand on their own line; a terminal's progress line may be half written.
                 print(f"error: {message}" if code != 130 else message, file=sys.stderr, flush=True)
@@ -164,16 +167,24 @@ def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
         return EXIT_OK, _bench(arguments)
     if arguments.command == "balance":
         return EXIT_OK, _balance(arguments)
-    from launch.compose import compose_config, compose_mapping, expand_sweep, find_choices, to_yaml
+    from launch.compose import (
+        compose_config,
+        compose_recorded,
+        expand_sweep,
+        find_choices,
+        to_yaml,
+    )
 
     assert arguments.command is not None
     if arguments.print_config:
-        mapping = compose_mapping(arguments.overrides, arguments.config_dir)
+        mapping = compose_recorded(arguments.overrides, arguments.config_dir).mapping
         print(to_yaml(mapping), end="")
         return EXIT_OK, mapping
     if not arguments.multirun:
         config = compose_config(arguments.overrides, arguments.config_dir)
-        result = _dispatch(arguments, config, arguments.out, argv)
+        recorded = compose_recorded(arguments.overrides, arguments.config_dir)
+        with _hiding(recorded):
+            result = _dispatch(arguments, config, arguments.out, argv, recorded)
         return _code_of(result), result
     combinations = expand_sweep(arguments.overrides, find_choices(arguments.config_dir))
     # All of them first: a mistake in the last combination must not show after hours of the others.
@@ -188,17 +199,21 @@ def _run_all(
 ) -> tuple[int, list[dict[str, Any]]]:
     """One run after another; one that fails does not keep the next from running, a signal does."""
     from framework.errors import RunFailedError
+    from launch.compose import compose_recorded
 
     results: list[dict[str, Any]] = []
     code = EXIT_OK
     for number, (overrides, config) in enumerate(zip(combinations, configs, strict=True)):
         print(f"[{number + 1}/{len(configs)}] {' '.join(overrides)}", file=sys.stderr, flush=True)
         out = arguments.out / str(number) if arguments.out is not None else None
+        recorded = compose_recorded(overrides, arguments.config_dir)
         try:
-            result = _dispatch(arguments, config, out, [str(arguments.command), *overrides])
+            with _hiding(recorded):
+                result = _dispatch(arguments, config, out, [str(arguments.command), *overrides], recorded)
         except RunFailedError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            code, result = EXIT_FAILED, {"error": str(error), "exit_code": EXIT_FAILED}
+            message = redacted(str(error), recorded.values)
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            code, result = EXIT_FAILED, {"error": message, "exit_code": EXIT_FAILED}
         code = max(code, _code_of(result))
         results.append({"overrides": list(overrides), **(result or {})})
     _print_table(str(arguments.command), results)
@@ -220,7 +235,7 @@ def _check(command: str, config: TrainConfig) -> None:
 
 
 def _dispatch(
-    arguments: Arguments, config: TrainConfig, out: Path | None, argv: Sequence[str]
+    arguments: Arguments, config: TrainConfig, out: Path | None, argv: Sequence[str], recorded: Recorded
 ) -> dict[str, Any] | None:
     """Run the command; what `--json` prints, or None where another rank prints it."""
     if arguments.command == "simulate":
@@ -230,7 +245,10 @@ def _dispatch(
     from launch.train import LaunchOptions
 
     options = LaunchOptions(
-        out=out, json_output=arguments.json_output, command=("counterflow", *map(_quoted, argv))
+        out=out,
+        json_output=arguments.json_output,
+        command=("counterflow", *map(_quoted, argv)),
+        config_values=recorded.mapping,
     )
     if arguments.command == "train":
         from launch.train import run
@@ -302,6 +320,17 @@ def _bench(arguments: Arguments) -> dict[str, Any]:
     from launch.bench import run
 
     return run(arguments.overrides, arguments.out, console=Console())
+
+
+@contextlib.contextmanager
+def _hiding(recorded: Recorded) -> Iterator[None]:
+    """An error from within is told without what the config took from the environment."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(AttributeError):
+            error.interpolations = recorded.values  # type: ignore[attr-defined]
+        raise
 
 
 def _explain(error: BaseException) -> tuple[int, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,6 +19,7 @@ from typing import Any
 from framework.config import TrainConfig
 from framework.config_mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
 from framework.errors import ConfigError
+from framework.redaction import redacted, without_secrets
 from parallel.pipeline.schedules.registry import all_schedules
 
 _CONF = "conf"
@@ -28,6 +31,14 @@ class Choices:
     """Config groups and the options of each, as the search path has them."""
 
     groups: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A config as it may be written down. values: what the environment said, and the interpolation to write for it."""
+
+    mapping: Mapping[str, Any]
+    values: Mapping[str, str]
 
 
 def find_choices(config_dir: Path | None = None) -> Choices:
@@ -78,6 +89,24 @@ def compose_mapping(overrides: Sequence[str], config_dir: Path | None = None) ->
 
     Raises ConfigError: for an override that does not parse, or that names what the config does not have.
     """
+    return _compose(overrides, config_dir)[0]
+
+
+def compose_recorded(overrides: Sequence[str], config_dir: Path | None = None) -> Recorded:
+    """The same as it may be written down: a value that came from the environment as its interpolation.
+
+    Raises ConfigError: as `compose_mapping` does.
+    """
+    resolved, raw = _compose(overrides, config_dir)
+    values: dict[str, str] = {}
+    mapping = _as_written(resolved, raw, raw, values)
+    return Recorded(mapping=without_secrets(mapping), values=values)
+
+
+def _compose(
+    overrides: Sequence[str], config_dir: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config with its interpolations resolved, and as it is written."""
     from hydra import compose, initialize_config_module
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -96,11 +125,50 @@ def compose_mapping(overrides: Sequence[str], config_dir: Path | None = None) ->
     try:
         with initialize_config_module(_CONF, version_base="1.3"):
             config = compose(_ROOT, [*overrides, *search_path])
+        raw = OmegaConf.to_container(config, resolve=False)
         mapping = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_hydra_problem(error)]) from error
     assert isinstance(mapping, dict)
-    return {str(key): value for key, value in mapping.items()}
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in mapping.items()}, {str(key): raw[key] for key in raw}
+
+
+def _as_written(resolved: Any, raw: Any, root: Mapping[str, Any], values: dict[str, str]) -> Any:
+    """`resolved` with the text of `raw` in place of what the environment said; such values are noted in `values`."""
+    if isinstance(resolved, Mapping) and isinstance(raw, Mapping):
+        return {key: _as_written(value, raw[key], root, values) for key, value in resolved.items()}
+    if isinstance(resolved, list) and isinstance(raw, list):
+        return [_as_written(value, text, root, values) for value, text in zip(resolved, raw, strict=True)]
+    if not isinstance(raw, str) or not _reads_environment(raw, root):
+        return resolved
+    for value in _texts(resolved) or [str(resolved)]:
+        values[value] = raw
+    for variable in re.findall(r"\$\{oc\.env:\s*([^,}\s]+)", raw):
+        if os.environ.get(variable):
+            values[os.environ[variable]] = f"${{oc.env:{variable}}}"
+    return raw
+
+
+def _reads_environment(text: str, root: Mapping[str, Any], depth: int = 8) -> bool:
+    """Whether an interpolation in `text`, or in a value that it names, reads a variable of the environment."""
+    if "${" in text and "oc.env" in text:
+        return True
+    for name in re.findall(r"\$\{\s*([\w.]+)\s*\}", text) if depth else ():
+        value: Any = root
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if any(_reads_environment(leaf, root, depth - 1) for leaf in _texts(value)):
+            return True
+    return False
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for each in value for text in _texts(each)]
+    return [value] if isinstance(value, str) else []
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
@@ -119,10 +187,15 @@ def to_yaml(mapping: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(mapping)))
 
 
-def config_file_text(config: TrainConfig, command: Sequence[str]) -> str:
-    """What a run's config.yaml holds: the resolved config, headed by its hash and the command that made it."""
-    head = [f"# config hash {config_hash(config)}", f"# {' '.join(command)}"]
-    return "\n".join(head) + "\n" + to_yaml(to_mapping(config))
+def config_file_text(
+    config: TrainConfig, command: Sequence[str], recorded: Mapping[str, Any] | None = None
+) -> str:
+    """What a run's config.yaml holds: the config, headed by its hash and the command that made it, without secrets.
+
+    recorded: the config as it may be written down (`compose_recorded`); None: as it is, but for passwords.
+    """
+    head = [f"# config hash {config_hash(config)}", f"# {redacted(' '.join(command))}"]
+    return "\n".join(head) + "\n" + to_yaml(recorded or without_secrets(to_mapping(config)))
 
 
 def _parse(overrides: Sequence[str]) -> list[Any]:

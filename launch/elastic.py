@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import logging
 import os
 import select
@@ -29,22 +28,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from framework.errors import RunFailedError, RunInterruptedError
+from framework.errors import RunFailedError, RunInterruptedError, StoppedError
 from launch.environment import check_single_start, socket_environment
-from launch.failure import (
-    RankExit,
-    describe,
-    error_path,
-    fault_path,
-    load_errors,
-    root_cause,
-    save_error,
-)
+from launch.failure import RankExit, describe, error_path, keep
+from launch.reports import Report, Reports, explain
 
 _POLL_S = 0.05
 _START_POLL_S = 0.002
@@ -61,6 +53,7 @@ class _RankPlan:
 
     control_dir: Path
     run_dir: Path
+    reports: Sequence[Report]
     launcher_pid: int
     num_ranks: int
     num_threads: int
@@ -104,6 +97,7 @@ def run_local(
     from launch import loopback
 
     loopback.register()
+    reports = Reports(num_ranks)
     control_dir = Path(tempfile.mkdtemp(prefix=".ranks-", dir=run_dir))
     config = LaunchConfig(
         min_nodes=1,
@@ -124,12 +118,13 @@ def run_local(
     plan = _RankPlan(
         control_dir=control_dir,
         run_dir=run_dir,
+        reports=reports.of_rank,
         launcher_pid=os.getpid(),
         num_ranks=num_ranks,
         num_threads=threads_per_rank or max(1, _num_cores() // num_ranks),
     )
     stop = _Stop()
-    watcher = _Watcher(control_dir, num_ranks, grace_s, stop)
+    watcher = _Watcher(control_dir, num_ranks, grace_s, stop, reports)
     failures: dict[int, Any] = {}
     results: dict[int, Any] | None = None
     try:
@@ -149,11 +144,8 @@ def run_local(
             raise _failed(watcher, failures, plan)
         return [results[rank] for rank in range(num_ranks)]
     finally:
+        reports.close()
         shutil.rmtree(control_dir, ignore_errors=True)
-        for rank in range(num_ranks):
-            with contextlib.suppress(OSError):
-                if not fault_path(run_dir, rank).stat().st_size:
-                    fault_path(run_dir, rank).unlink()
 
 
 def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) -> Any:
@@ -172,8 +164,8 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
     rank = int(os.environ["RANK"])
     (plan.control_dir / f"pid-{rank}").write_text(str(os.getpid()))
     _wait_for_all_ranks(plan)
-    fault = fault_path(plan.run_dir, rank).open("w")
-    faulthandler.enable(fault, all_threads=True)
+    report = plan.reports[rank]
+    report.ready()
 
     import torch
 
@@ -182,14 +174,18 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
         result = entry(*args)
     except BaseException as error:
         record = describe(rank, error)
-        save_error(record, plan.run_dir, plan.control_dir)
+        report.failed(record)  # before any disk is written to: it may be full, and that the cause
+        if isinstance(error, StoppedError):
+            os._exit(128 + signal.SIGTERM)  # asked to; it left everything in order
+        if not_kept := keep(error_path(plan.run_dir, rank), record.traceback):
+            report.failed(replace(record, not_kept=not_kept))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         if record.secondary:
             time.sleep(_HOLD_SECONDARY_S)
         os._exit(1)  # threads that would not end must not keep a failed rank alive
-    (plan.control_dir / f"done-{rank}").touch()
+    report.done()
     return result
 
 
@@ -207,7 +203,9 @@ class _Watcher(threading.Thread):
     reaping it, which stays torch's part) and holds the launcher to `grace_s`.
     """
 
-    def __init__(self, control_dir: Path, num_ranks: int, grace_s: float, stop: _Stop) -> None:
+    def __init__(
+        self, control_dir: Path, num_ranks: int, grace_s: float, stop: _Stop, reports: Reports
+    ) -> None:
         super().__init__(name="rank-watcher", daemon=True)
         self.exits: list[RankExit] = []
         self.killed: set[int] = set()
@@ -215,6 +213,7 @@ class _Watcher(threading.Thread):
         self.num_ranks = num_ranks
         self._grace_s = grace_s
         self._stop_request = stop
+        self.reports = reports
         self._finished = threading.Event()
         self._gone: set[int] = set()
 
@@ -236,6 +235,9 @@ class _Watcher(threading.Thread):
                 failed = [
                     self._look(poller, *pids[fd], fd, is_ending) for fd, _ in poller.poll(_POLL_S * 1000)
                 ]
+                if any(error.waited for error in self.reports.errors()):
+                    # A rank that waited too long lingers before it leaves: the others can still be asked.
+                    self.reports.ask_for_stacks(each for each in pids.values() if each[0] not in self._gone)
                 if deadline is None and (any(failed) or self._stop_request.requests):
                     deadline = time.monotonic() + self._grace_s
                 late = deadline is not None and time.monotonic() >= deadline
@@ -268,9 +270,11 @@ class _Watcher(threading.Thread):
             if status is not None:
                 is_seen = True
                 code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-        failed = code != 0 or not (self._control_dir / f"done-{rank}").exists()
-        # Reaped while the run is being ended: torch's own SIGTERM, most likely, and no cause.
-        if failed and rank not in self.killed and (is_seen or not is_ending):
+        failed = code != 0 or not self.reports.is_done(rank)
+        # While the run is being ended SIGTERM is torch's own, most likely, and so is what torch has reaped: no cause.
+        if is_ending and (code == -signal.SIGTERM or not is_seen):
+            self.killed.add(rank)
+        if failed and rank not in self.killed:
             self.exits.append(RankExit(rank=rank, pid=pid, code=code, time_s=time_s))
         return failed
 
@@ -289,13 +293,9 @@ def _failed(watcher: _Watcher, failures: dict[int, Any], plan: _RankPlan) -> Run
             continue
         time_s = exits[rank].time_s if rank in exits else float(failure.timestamp)
         exits[rank] = RankExit(rank=rank, pid=failure.pid, code=failure.exitcode, time_s=time_s)
-    errors = load_errors(plan.control_dir)
-    cause = root_cause(list(exits.values()), errors, plan.run_dir)
+    cause = explain(watcher.reports, list(exits.values()), plan.run_dir)
     if cause is None:
         return RunFailedError("the ranks ended without a word; run again with --traceback")
-    own = {error.rank for error in errors if not error.secondary} | {cause.rank}
-    for rank in set(range(watcher.num_ranks)) - own:
-        error_path(plan.run_dir, rank).unlink(missing_ok=True)  # a victim's, which would only mislead
     return RunFailedError(cause.message, rank=cause.rank, details=cause.details)
 
 

@@ -11,6 +11,7 @@ on this machine.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,16 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.config import TrainConfig
-from framework.config_mapping import config_hash
+from framework.config_mapping import config_hash, to_mapping
 from framework.config_rules import check, check_workload
 from framework.device_rules import device_identity, device_problems, shared_devices
-from framework.errors import ConfigError, RunFailedError
+from framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
 from framework.metrics.sinks import check_logger
+from framework.redaction import without_secrets
 from framework.run import RunContext
 from launch.agreement import Council, differences, facts_of, open_store
 from launch.compose import config_file_text
 from launch.environment import JoinedRank, joined_rank, restart_problem, socket_environment
-from launch.failure import describe, error_path
+from launch.failure import describe, error_path, keep
 from parallel.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
@@ -45,11 +47,13 @@ class LaunchOptions:
     """What the command line says beside the config.
 
     out: the run's folder; None makes a new one under `launcher.runs_dir`. command: as the user wrote it.
+    config_values: the config as it may be written down; None: what was given, without passwords.
     """
 
     out: Path | None = None
     json_output: bool = False
     command: Sequence[str] = field(default_factory=tuple)
+    config_values: Mapping[str, Any] | None = None
 
 
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
@@ -239,7 +243,7 @@ def _new_run(
     digest = config_hash(config)
     label = "-".join(filter(None, (kind, digest[:8])))
     run_dir = make_run_dir(Path(config.launcher.runs_dir).expanduser(), label, options.out)
-    (run_dir / "config.yaml").write_text(config_file_text(config, options.command))
+    (run_dir / "config.yaml").write_text(config_file_text(config, options.command, options.config_values))
     return RunContext(
         run_dir=run_dir,
         data=data,
@@ -247,6 +251,7 @@ def _new_run(
         started_at=started_at,
         show_progress=True,
         json_output=options.json_output,
+        config_values=options.config_values or without_secrets(to_mapping(config)),
     )
 
 
@@ -283,6 +288,8 @@ def _join(
         torch.set_num_threads(config.launcher.threads_per_rank)
     try:
         result = run_rank(config, context)
+    except StoppedError as error:
+        raise RunInterruptedError(str(error), signal_number=signal.SIGTERM) from error
     except Exception as error:
         raise _rank_failure(rank, error, context) from error
     return _summary(result, context) if rank == 0 else None
@@ -344,14 +351,14 @@ def _data_problems(said: list[Mapping[str, Any]]) -> list[str]:
 
 def _rank_failure(rank: int, error: Exception, context: RunContext) -> RunFailedError:
     record = describe(rank, error)
-    context.run_dir.mkdir(parents=True, exist_ok=True)
     path = error_path(context.run_dir, rank)
-    path.write_text(record.traceback)
+    not_kept = keep(path, record.traceback)
     if record.secondary:
         time.sleep(
             _HOLD_SECONDARY_S
         )  # so that whoever started the ranks sees first the one that failed first
-    message = f"rank {rank} failed: {record.kind}: {record.message}; its traceback is in {path}"
+    kept = f"is in {path}" if not_kept is None else f"could not be written to {path} ({not_kept})"
+    message = f"rank {rank} failed: {record.kind}: {record.message}; its traceback {kept}"
     return RunFailedError(message, rank=rank, details=record.traceback)
 
 

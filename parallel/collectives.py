@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from threading import Lock
 from typing import Any
 
@@ -78,6 +79,12 @@ class Axis:
         """Count `num_bytes` sent along this axis, where a meter is attached."""
         if self.meter is not None:
             self.meter.add(self.name, num_bytes)
+
+
+def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    """How long operations of `group` that begin from now on wait for its ranks; None is a single process."""
+    if group is not None:
+        group.set_timeout(timedelta(seconds=timeout_s))
 
 
 def all_gather_into(out: Tensor, tensor: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:

@@ -10,6 +10,7 @@ class CheckpointConfig:
     """When checkpoints are written, how many are kept, and where a run goes on from.
 
     interval_steps: 0 saves at the end only. keep: newest checkpoints kept. resume: a run folder to go on from.
+    timeout_s: how long ranks wait for each other while one is saved or loaded, instead of comm.timeout_s.
     verify_checksums: on load, read every file once more and compare its crc32; sizes are always compared.
     """
 
@@ -18,6 +19,7 @@ class CheckpointConfig:
     keep: int = 2
     resume: str | None = None
     verify_checksums: bool = True
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.interval_steps < 0:
@@ -29,4 +31,8 @@ class CheckpointConfig:
             raise ValueError(
                 f"checkpoint.keep={self.keep}: at least the newest checkpoint is kept; set it to 1 or more, or "
                 "checkpoint.enabled=false to write none"
+            )
+        if not 1 <= self.timeout_s <= 604800:
+            raise ValueError(
+                f"checkpoint.timeout_s={self.timeout_s}: from 1 second to a week (604800); 1800 is the default"
             )

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from framework.metrics.sinks import METRICS_FILE, read_records
+from framework.metrics.sinks import METRICS_FILE, iterate_records
 
 _INK, _MUTED, _GRID = "#222222", "#666666", "#dddddd"
 _TRAIN, _VALIDATION = "#3b6fb6", "#d1662a"
@@ -27,14 +27,17 @@ def plot_loss(run_dir: Path) -> tuple[Path, ...]:
     Raises ValueError: where the records are damaged.
     """
     path = run_dir / METRICS_FILE
-    records = [record for record in read_records(path) if math.isfinite(record.loss)] if path.exists() else []
-    if not records:
+    steps: list[int] = []
+    losses: list[float] = []
+    held_out: list[tuple[int, float]] = []
+    for record in iterate_records(path) if path.exists() else ():
+        if math.isfinite(record.loss):
+            steps.append(record.step + 1)
+            losses.append(record.loss)
+            if record.validation_loss is not None:
+                held_out.append((record.step + 1, record.validation_loss))
+    if not steps:
         return ()
-    steps = [record.step + 1 for record in records]
-    losses = [record.loss for record in records]
-    held_out = [
-        (record.step + 1, record.validation_loss) for record in records if record.validation_loss is not None
-    ]
 
     figure = Figure(figsize=(7.5, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

@@ -14,7 +14,8 @@ from typing import Any
 class RoutingRecord:
     """What one layer's router did in a step, over the global batch.
 
-    layer: its index in the model. load: each expert's share of all choices, dropped ones included.
+    layer: its index in the model. load: each expert's share of all choices, dropped ones included; empty where the
+    loads of this step were not kept.
     imbalance: the largest load over the mean. entropy: of the router's distribution, in nats, the mean over tokens.
     num_dropped: choices that found no room. sent_bytes: by all ranks in dispatch and combine, forward and backward.
     rank_load: each expert rank's share of the choices that experts were applied to; None where no expert has copies, as
@@ -36,7 +37,10 @@ class RoutingRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoERecord:
-    """The mixture-of-experts layers of a step. link_bytes: [i][j], sent from expert rank i to j, by all layers."""
+    """The mixture-of-experts layers of a step.
+
+    link_bytes: [i][j], sent from expert rank i to j, by all layers; empty where the loads were not kept.
+    """
 
     layers: tuple[RoutingRecord, ...]
     link_bytes: tuple[tuple[int, ...], ...]
@@ -53,6 +57,11 @@ class MoERecord:
                 if field.name not in ("layer", "load", "rank_load") and value is not None:
                     flat[f"layer_{each.layer}/{field.name}"] = value
         return flat
+
+    def without_loads(self) -> MoERecord:
+        """The same without what grows with the number of experts and of ranks."""
+        layers = tuple(dataclasses.replace(each, load=(), rank_load=None) for each in self.layers)
+        return MoERecord(layers=layers, link_bytes=())
 
     @staticmethod
     def from_values(values: dict[str, Any]) -> MoERecord:
@@ -224,7 +233,8 @@ class Bubbles:
 class RunSummary:
     """The outcome of a run. seconds: wall time of its steps; wandb_dir: the offline folder, None without W&B.
 
-    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use.
+    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use. sink_failures: why
+    a sink stopped taking records, by its name; empty where all took them to the end.
     """
 
     run_dir: str
@@ -237,6 +247,7 @@ class RunSummary:
     seconds: float
     num_skipped: int = 0
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    sink_failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of JSON."""

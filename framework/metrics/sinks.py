@@ -1,7 +1,7 @@
 """Where records go: a JSONL file, Weights & Biases, TensorBoard.
 
-Opened by global rank 0 only. A sink never decides what is measured, and it never stops a run: what it cannot do
-is refused by `check_logger` before the first rank starts.
+Opened by global rank 0 only. A sink never decides what is measured, and it never stops a run: what is known not to
+work is refused by `check_logger` before the first rank starts, and what fails later is said once (guarded.py).
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
 from framework.metrics.config import LoggerConfig
+from framework.metrics.guarded import BackgroundSink, GuardedSink
 from framework.metrics.record import RunSummary, StepRecord
+from framework.metrics.status import Status
+from framework.redaction import without_secrets
 
-Status = Literal["finished", "failed", "interrupted"]
 _log = logging.getLogger(__name__)
 _FINISH_TIMEOUT_S = 60
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-_SECRET_WORDS = frozenset({"secret", "password", "passwd", "token", "credential", "credentials", "apikey"})
+WANDB = "W&B"
 
 
 class Sink(Protocol):
@@ -60,8 +62,8 @@ def check_logger(config: LoggerConfig) -> None:
 
 def open_sinks(
     config: LoggerConfig, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None = None
-) -> list[Sink]:
-    """The sinks of `config.name`, writing under `run_dir`.
+) -> list[GuardedSink]:
+    """The sinks of `config.name`, writing under `run_dir`; one that cannot be opened says so and takes nothing.
 
     run_config: the composed config as plain values; whatever looks like a secret is not passed on.
     resume_step: the first step this run will do; records from it on, left by an earlier run, are dropped.
@@ -69,25 +71,45 @@ def open_sinks(
     if config.name == "none":
         return []
     run_dir.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = [JsonlSink(run_dir, resume_step)]
+    sinks = [GuardedSink(METRICS_FILE, lambda: JsonlSink(run_dir, resume_step))]
     if config.name == "wandb":
-        sinks.append(WandbSink(config, run_dir, without_secrets(run_config)))
+        values = without_secrets(run_config)
+        sinks.append(
+            BackgroundSink(WANDB, lambda: WandbSink(config, run_dir, values), timeout_s=config.timeout_s)
+        )
     elif config.name == "tensorboard":
-        sinks.append(TensorBoardSink(run_dir, resume_step))
+        sinks.append(
+            BackgroundSink(
+                "TensorBoard", lambda: TensorBoardSink(run_dir, resume_step), timeout_s=config.timeout_s
+            )
+        )
     return sinks
 
 
-def log_picture(sinks: Sequence[Sink], name: str, path: Path, step: int) -> None:
+def log_picture(sinks: Sequence[GuardedSink], name: str, path: Path, step: int) -> None:
     """Hand the PNG at `path` to those of `sinks` that show pictures; `step` is the record's it belongs to."""
     for sink in sinks:
-        if isinstance(sink, (WandbSink, TensorBoardSink)):
-            sink.picture(name, path, step)
+        sink.picture(name, path, step)
 
 
-def wandb_dir(sinks: Sequence[Sink]) -> str | None:
+def close_sinks(sinks: Sequence[GuardedSink], status: Status, timeout_s: float) -> None:
+    """Close all, each behind what it was handed, within `timeout_s` altogether."""
+    until = time.monotonic() + timeout_s
+    for sink in sinks:
+        sink.begin_close(status)
+    for sink in sinks:
+        sink.wait_closed(until)
+
+
+def failures_of(sinks: Sequence[GuardedSink]) -> dict[str, str]:
+    """Why sinks take no more records, by name."""
+    return {sink.name: sink.failure for sink in sinks if sink.failure is not None}
+
+
+def wandb_dir(sinks: Sequence[GuardedSink]) -> str | None:
     """The offline folder of the W&B sink among `sinks`, if there is one."""
     for sink in sinks:
-        if isinstance(sink, WandbSink) and sink.folder is not None:
+        if sink.name == WANDB and sink.folder is not None:
             return str(sink.folder)
     return None
 
@@ -99,9 +121,11 @@ class JsonlSink:
         self._run_dir = run_dir
         path = run_dir / METRICS_FILE
         if path.exists():
-            kept = [record for record in read_records(path) if record.step < (resume_step or 0)]
             rewritten = path.with_suffix(".rewritten")
-            rewritten.write_text("".join(record.to_json() + "\n" for record in kept))
+            with rewritten.open("w") as stream:
+                for record in iterate_records(path):
+                    if record.step < (resume_step or 0):
+                        stream.write(record.to_json() + "\n")
             rewritten.replace(path)
         self._stream = path.open("a")
 
@@ -120,21 +144,29 @@ class JsonlSink:
         self._stream.close()
 
 
-def read_records(path: Path) -> list[StepRecord]:
-    """The step records of a `metrics.jsonl`. A last line that a killed run left unfinished is passed over.
+def iterate_records(path: Path) -> Iterator[StepRecord]:
+    """The step records of a `metrics.jsonl`, one in memory at a time, however long the run was.
+
+    A last line that a killed run left unfinished is passed over.
 
     Raises ValueError: where any other line is not a record.
     """
-    lines = path.read_text().splitlines()
-    records: list[StepRecord] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(StepRecord.from_json(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: {error}; remove the line to read the rest") from None
-    return records
+    damaged: str | None = None
+    with path.open() as stream:
+        for number, line in enumerate(stream, start=1):
+            if damaged is not None:
+                raise ValueError(damaged)
+            try:
+                record = StepRecord.from_json(line)
+            except ValueError as error:
+                damaged = f"{path}:{number}: {error}; remove the line to read the rest"
+                continue
+            yield record
+
+
+def read_records(path: Path) -> list[StepRecord]:
+    """All of `iterate_records`."""
+    return list(iterate_records(path))
 
 
 class WandbSink:
@@ -145,7 +177,11 @@ class WandbSink:
     """
 
     def __init__(self, config: LoggerConfig, run_dir: Path, run_config: dict[str, Any]) -> None:
-        """Raises ValueError: where W&B cannot start the run, for example without access to its server."""
+        """Raises wandb.Error or OSError: where W&B cannot start the run, for example without its server."""
+        if not _has_home():
+            # W&B keeps settings and caches at home; without one it does not start.
+            for name in ("CONFIG", "CACHE", "DATA"):
+                os.environ.setdefault(f"WANDB_{name}_DIR", str(run_dir / "wandb" / name.lower()))
         import wandb
 
         mode = _wandb_mode(config)
@@ -160,25 +196,18 @@ class WandbSink:
             # Its system monitor is one more process, which outlives a killed trainer by up to five seconds
             # (seen in 0.31); without a GPU to watch it is not worth that.
             x_disable_stats=not torch.cuda.is_available(),
-            init_timeout=60,
+            init_timeout=config.timeout_s,
         )
-        try:
-            self._run = wandb.init(
-                project=config.project,
-                name=run_dir.name,
-                dir=str(run_dir),
-                id=known_id,
-                mode=mode,
-                resume="allow" if known_id and mode == "online" else None,
-                config=run_config,
-                settings=settings,
-            )
-        except wandb.Error as error:
-            raise ValueError(
-                f"logger=wandb: W&B could not start a run in mode {mode} ({type(error).__name__}: {error}); take "
-                "logger.mode=offline and `wandb sync` later, or logger=jsonl"
-            ) from error
-        self._broken = False
+        self._run = wandb.init(
+            project=config.project,
+            name=run_dir.name,
+            dir=str(run_dir),
+            id=known_id,
+            mode=mode,
+            resume="allow" if known_id and mode == "online" else None,
+            config=run_config,
+            settings=settings,
+        )
         self._folder = None if mode == "disabled" else Path(self._run.settings.sync_dir)
         if self._folder is not None and known_id is None:
             id_file.parent.mkdir(exist_ok=True)
@@ -189,13 +218,13 @@ class WandbSink:
         return self._folder
 
     def log(self, record: StepRecord) -> None:
-        self._try(lambda: self._run.log(record.scalars(), step=record.step))
+        self._run.log(record.scalars(), step=record.step)
 
     def picture(self, name: str, path: Path, step: int) -> None:
         """Show the PNG at `path` beside the values of `step`, before or after they are logged."""
         import wandb
 
-        self._try(lambda: self._run.log({name: wandb.Image(str(path))}, step=step))
+        self._run.log({name: wandb.Image(str(path))}, step=step)
 
     def summary(self, summary: RunSummary) -> None:
         values = {
@@ -206,30 +235,27 @@ class WandbSink:
             "num_skipped": summary.num_skipped,
             **{f"kernel/{use}": name for use, name in summary.kernels.items()},
         }
-        self._try(lambda: self._run.summary.update(values))
+        self._run.summary.update(values)
 
     def close(self, status: Status) -> None:
         """Finish the W&B run; an upload that does not end in a minute is left to `wandb sync`."""
         exit_code = 0 if status == "finished" else 1
-        finishing = threading.Thread(
-            target=self._try, args=(lambda: self._run.finish(exit_code=exit_code),), daemon=True
-        )
+        errors: list[Exception] = []
+
+        def finish() -> None:
+            try:
+                self._run.finish(exit_code=exit_code)
+            except Exception as error:
+                errors.append(error)
+
+        finishing = threading.Thread(target=finish, daemon=True)
         finishing.start()
         finishing.join(_FINISH_TIMEOUT_S)
+        if errors:
+            raise errors[0]
         if finishing.is_alive():
             _log.warning(
                 "W&B has not finished after %d s; run `wandb sync %s` later", _FINISH_TIMEOUT_S, self._folder
-            )
-
-    def _try(self, action: Callable[[], object]) -> None:
-        if self._broken:
-            return
-        try:
-            action()
-        except Exception as error:  # whatever a logger does, the training goes on
-            self._broken = True
-            _log.warning(
-                "W&B stopped taking records (%s: %s); metrics.jsonl goes on", type(error).__name__, error
             )
 
 
@@ -263,33 +289,23 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested `values` in which whatever looks like a secret is `***`.
-
-    That is a text under a name such as `api_key`, `hub_token` or `password`, and the password of a URL.
-    """
-    return {str(key): _redact(str(key), value) for key, value in values.items()}
-
-
-def _redact(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return without_secrets(value)
-    if isinstance(value, (list, tuple)):
-        return [_redact(name, each) for each in value]
-    if isinstance(value, str):
-        words = set(name.lower().replace("-", "_").split("_"))
-        if words & _SECRET_WORDS or {"api", "key"} <= words or {"access", "key"} <= words:
-            return "***"
-        return re.sub(r"(\w+://[^/\s:@]*):[^/\s@]+@", r"\1:***@", value)
-    return value
-
-
 def _may_log_in() -> bool:
     """False where W&B certainly has no credentials; `wandb login` keeps them in the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    if "NETRC" not in os.environ and not _has_home():
+        return False
     netrc = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     return netrc.is_file() and netrc.stat().st_size > 0
+
+
+def _has_home() -> bool:
+    """Whether there is a home folder that can be written to; a container's user may have none."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return False
+    return home.is_dir() and os.access(home, os.W_OK)
 
 
 def _wandb_mode(config: LoggerConfig) -> Literal["online", "offline", "disabled"]:

@@ -10,9 +10,11 @@ import yaml
 from framework.config import TrainConfig
 from framework.config_mapping import config_hash, from_mapping, to_mapping
 from framework.errors import ConfigError
+from launch.cli import main
 from launch.compose import (
     compose_config,
     compose_mapping,
+    compose_recorded,
     config_file_text,
     expand_sweep,
     find_choices,
@@ -130,3 +132,35 @@ def test_the_written_config_reads_back() -> None:
         TrainConfig, yaml.safe_load(to_yaml(to_mapping(config))) | {"optimizer": {"eps": 1e-9}}
     )
     assert again == config
+
+
+def test_what_the_environment_said_is_written_as_its_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CF_TEXTS", "/data/of/someone")
+    overrides = [
+        "data.sources=['${oc.env:CF_TEXTS}/a','https://me:pass@host/b']",
+        "logger.project=${launcher.runs_dir}",
+        "launcher.runs_dir=${oc.env:CF_TEXTS}/runs",
+        "training.log_interval_steps=${training.eval_interval_steps}",
+    ]
+    config = compose_config(overrides)
+    assert config.logger.project == "/data/of/someone/runs"
+    recorded = compose_recorded(overrides)
+    text = config_file_text(config, ["counterflow", "train", "https://me:pass@host/b"], recorded.mapping)
+    written = yaml.safe_load(text)
+    assert written["data"]["sources"] == ["${oc.env:CF_TEXTS}/a", "https://me:***@host/b"]
+    assert written["launcher"]["runs_dir"] == "${oc.env:CF_TEXTS}/runs"
+    assert written["logger"]["project"] == "${launcher.runs_dir}"
+    assert written["training"]["log_interval_steps"] == config.training.eval_interval_steps
+    assert "someone" not in text
+    assert "pass@" not in text
+    assert recorded.values["/data/of/someone"] == "${oc.env:CF_TEXTS}"
+
+
+def test_an_error_does_not_tell_what_the_environment_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CF_TEXTS", "/nowhere/of/someone")
+    assert main(["train", "experiment=smoke", "data.sources=['${oc.env:CF_TEXTS}/a']", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert "${oc.env:CF_TEXTS}/a" in err
+    assert "someone" not in out + err

@@ -137,6 +137,22 @@ def test_a_rank_that_somebody_terminates_is_named(tmp_path: Path) -> None:
     assert "was killed by SIGTERM" in outcome.err
 
 
+def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
+    """Neither those that waited, nor the signals by which the launcher ends the rest, are the cause."""
+    message = _one_message(_run("third_hangs", tmp_path))
+    assert message.startswith(
+        "FAILED rank 2 did not come to where others waited for it: it was in _compute_for_ever (toy_ranks.py:"
+    )
+    assert re.search(r"rank [013] waited: .*[Tt]imed out", message)
+    assert "_compute_for_ever" in (tmp_path / "rank-2-stack.txt").read_text()
+
+
+def test_a_full_disk_is_named_though_nothing_can_be_written(tmp_path: Path) -> None:
+    message = _one_message(_run("last_fills_the_disk", tmp_path))
+    assert message.startswith("FAILED rank 3 failed: OSError: [Errno 28] No space left on device")
+    assert "could not be written to" in message
+
+
 def test_the_same_error_on_every_rank_is_told_once(tmp_path: Path) -> None:
     message = _one_message(_run("all_raise", tmp_path))
     assert "every rank found the same mistake" in message

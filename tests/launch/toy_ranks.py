@@ -137,6 +137,33 @@ def deaf_work() -> None:
         time.sleep(0.1)
 
 
+def third_hangs() -> None:
+    """Rank 2 stays in a computation of its own while the others wait for it."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    dist.barrier()
+    if dist.get_rank() == 2:
+        _failing()
+        _compute_for_ever()
+    dist.all_reduce(torch.ones(8))
+
+
+def _compute_for_ever() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    time.sleep(300)
+
+
+def last_fills_the_disk() -> None:
+    """What rank 3 writes to the run's folder finds a full disk, its traceback too."""
+    rank, size = _init()
+    dist.barrier()
+    if rank == size - 1:
+        _failing()
+        for name in ("data", "rank-3-error.txt"):
+            (Path(sys.argv[3]) / name).symlink_to("/dev/full")
+        (Path(sys.argv[3]) / "data").write_text("x")
+    _work()
+
+
 def with_child() -> None:
     """Rank 0 starts a process of its own that would outlive it, then the last rank dies."""
     rank, size = _init()

@@ -22,14 +22,15 @@ from wandb.proto import wandb_internal_pb2
 
 from framework.metrics import sinks
 from framework.metrics.config import LoggerConfig
+from framework.metrics.guarded import BackgroundSink
 from framework.metrics.sinks import (
     JsonlSink,
     WandbSink,
+    failures_of,
     log_picture,
     open_sinks,
     read_records,
     wandb_dir,
-    without_secrets,
 )
 from tests.framework.metrics.records import SUMMARY, record
 
@@ -230,38 +231,14 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert len(read_records(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_secrets_are_recognised_by_name_and_in_urls() -> None:
-    values = {
-        "api_key": "a",
-        "HF-TOKEN": "b",
-        "nested": {"db_password": "c", "list": [{"secret": "d"}]},
-        "store": "s3://user:e@host/path",
-        "tokenizer": "bpe",
-        "num_tokens": 5,
-        "token": 7,
-        "text_key": "body",
-        "path": "/a:b@c",
-    }
-    assert without_secrets(values) == {
-        "api_key": "***",
-        "HF-TOKEN": "***",
-        "nested": {"db_password": "***", "list": [{"secret": "***"}]},
-        "store": "s3://user:***@host/path",
-        "tokenizer": "bpe",
-        "num_tokens": 5,
-        "token": 7,
-        "text_key": "body",
-        "path": "/a:b@c",
-    }
-
-
 OWNER = """
 import sys, time
 from pathlib import Path
 from framework.metrics.config import LoggerConfig
-from framework.metrics.sinks import open_sinks
+from framework.metrics.sinks import open_sinks, wandb_dir
 from tests.framework.metrics.records import record
 opened = open_sinks(LoggerConfig(name="wandb"), Path(sys.argv[1]), {})
+wandb_dir(opened)  # W&B has started
 for step in range(50):
     for sink in opened:
         sink.log(record(step))
@@ -329,7 +306,15 @@ def test_a_lost_wandb_service_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    sink = WandbSink(LoggerConfig(), tmp_path, {})
+    made: list[WandbSink] = []
+
+    def make() -> WandbSink:
+        made.append(WandbSink(LoggerConfig(), tmp_path, {}))
+        return made[0]
+
+    guarded = BackgroundSink("W&B", make, timeout_s=60)
+    assert guarded.folder is not None
+    sink = made[0]
 
     def lost(*_: object, **__: object) -> None:
         raise ConnectionResetError("Connection lost")
@@ -338,9 +323,10 @@ def test_a_lost_wandb_service_does_not_stop_the_run(
     finish = sink._run.finish
     with caplog.at_level(logging.WARNING):
         for step in range(3):
-            sink.log(record(step))
+            guarded.log(record(step))
+        guarded.close("finished")
     assert len(re.findall("W&B stopped taking records", caplog.text)) == 1
-    sink.close("finished")
+    assert failures_of([guarded]) == {"W&B": "ConnectionResetError: Connection lost"}
     finish()
 
 

@@ -1,0 +1,7 @@
+"""How a run ended, as sinks are told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Status = Literal["finished", "failed", "interrupted"]

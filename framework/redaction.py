@@ -1,0 +1,59 @@
+"""What must not be written down: passwords and keys, and values that a config took from the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+_SECRET_WORDS = frozenset(
+    {"secret", "password", "passwd", "passphrase", "token", "credential", "credentials", "apikey"}
+)
+_URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s]+@")
+# What a URL carries in its query instead.
+_URL_QUERY = re.compile(
+    r"([?&](?:[\w-]*(?:token|signature|password|secret|api_?key|access_?key)[\w-]*|sig)=)[^&\s'\"\]]+",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+# Shorter values stand in a text by chance.
+_MIN_CHARS = 4
+
+
+def redacted(text: str, interpolations: Mapping[str, str] | None = None) -> str:
+    """`text` without passwords of URLs, keys of the environment, and the values of `interpolations`.
+
+    interpolations: what to write for a value, as in {"/secret/path": "${oc.env:TEXTS}"}.
+    """
+    by_length = sorted((interpolations or {}).items(), key=lambda item: -len(item[0]))
+    for value, written in by_length:
+        if len(value) >= _MIN_CHARS:
+            text = text.replace(value, written)
+    for name in _SECRET_VARIABLES:
+        value = os.environ.get(name, "")
+        if len(value) >= _MIN_CHARS:
+            text = text.replace(value, HIDDEN)
+    return _URL_QUERY.sub(rf"\1{HIDDEN}", _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", text))
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` in which whatever looks like a secret is `***`.
+
+    That is a text under a name such as `api_key`, `hub_token` or `password`, and what `redacted` takes out of texts.
+    """
+    return {str(key): _redact(str(key), value) for key, value in values.items()}
+
+
+def _redact(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, (list, tuple)):
+        return [_redact(name, each) for each in value]
+    if isinstance(value, str):
+        words = set(name.lower().replace("-", "_").split("_"))
+        if words & _SECRET_WORDS or {"api", "key"} <= words or {"access", "key"} <= words:
+            return HIDDEN
+        return redacted(value)
+    return value
