@@ -17,20 +17,22 @@ from framework.config import TrainConfig
 from framework.export import export_checkpoint, model_state
 from framework.resume import checkpoints_of
 from framework.run_checkpoint import save_state
-from framework.step import train_step
+from framework.train import train
 from models.hf.weights import to_hf
 from tests.framework.test_rebalance import whole_state
 from tests.models.hf.model import loaded
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, prepare_tiny, run_context, tiny_config
 
+# Odd, so that what goes up and down by one speed does not end at zero.
+NUM_STEPS = 3
+
 
 def train_and_save(config: TrainConfig, folder: Path) -> tuple[int, dict[str, Tensor]]:
     run = run_context(prepare_tiny(folder / "data"), folder / "run")
     assembly = build(config, run.data, torch.device("cpu"))
-    for step in range(2):
-        train_step(assembly, step)
-    save_state(assembly, run, 2)
+    list(train(assembly, 0))
+    save_state(assembly, run, NUM_STEPS)
     return assembly.vocab_size, whole_state(assembly)
 
 
@@ -39,12 +41,12 @@ def test_logits_of_a_checkpoint_in_transformers(ranks: RankPool, tmp_path: Path)
     changes: dict[str, Any] = {
         "init_std": 0.3,
         "mla": {"latent_norm_eps": 1e-6},
-        "moe": {"bias_update_speed": 0.2},
+        "moe": {"bias_update_speed": 0.1},
     }
-    config = tiny_config(model=merged(MIXTURES["deepseek_v3"], changes))
+    config = tiny_config(model=merged(MIXTURES["deepseek_v3"], changes), training={"num_steps": NUM_STEPS})
     prepare_tiny(tmp_path / "data")
     ((vocab_size, whole),) = ranks.run(train_and_save, 1, config, tmp_path)
-    checkpoint = step_folder(checkpoints_of(tmp_path / "run"), 2)
+    checkpoint = step_folder(checkpoints_of(tmp_path / "run"), NUM_STEPS)
     export_checkpoint(checkpoint, tmp_path / "hf", config.model, vocab_size=vocab_size, max_positions=32)
     reference: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager", dtype=torch.float32
@@ -56,7 +58,7 @@ def test_logits_of_a_checkpoint_in_transformers(ranks: RankPool, tmp_path: Path)
         expected, logits = model(tokens)[0], reference(input_ids=tokens).logits
         assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
         for layer in reference.model.layers[1:]:
-            assert layer.mlp.gate.e_score_correction_bias.abs().max() > 0.1
+            assert layer.mlp.gate.e_score_correction_bias.abs().max() > 0.05
             layer.mlp.gate.e_score_correction_bias.zero_()
         assert (reference(input_ids=tokens).logits - expected).abs().max() > 1e-2, "the biases matter here"
 

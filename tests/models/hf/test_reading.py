@@ -180,7 +180,7 @@ def test_what_is_refused(config: ModelConfig, changes: dict[str, Any], message: 
 def test_a_file_that_says_nothing_has_the_defaults_of_transformers(name: str) -> None:
     theirs = transformers.AutoConfig.for_model(name)
     said = {key: value for key, value in theirs.to_dict().items() if key != "num_nextn_predict_layers"}
-    needed = {"model_type": name}
+    needed: dict[str, Any] = {"model_type": name}
     if name == "deepseek_v2":
         needed["num_experts_per_tok"] = said["num_experts_per_tok"] = 6  # transformers has none
     assert from_hf_config(needed) == from_hf_config(said)
