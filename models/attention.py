@@ -138,7 +138,11 @@ class LatentAttention(nn.Module):
 
         def norm(size: int) -> RMSNorm:
             return RMSNorm(
-                size, eps=config.norm_eps, partial_over_tensor=sequence_parallel, device=device, dtype=dtype
+                size,
+                eps=config.latent_norm_eps,
+                partial_over_tensor=sequence_parallel,
+                device=device,
+                dtype=dtype,
             )
 
         def up(in_features: int, size_per_head: int) -> ColumnParallelLinear:

@@ -22,7 +22,8 @@ class MLAConfig:
 
     kv_lora_rank: width of the latent that keys and values are made from. q_lora_rank: of the queries'; null: queries
     come straight from the hidden state. qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without and
-    with rotary positions. v_head_dim: of a value head.
+    with rotary positions. v_head_dim: of a value head. latent_norm_eps: of the norms of the latents; null: the model's
+    norm_eps. DeepSeek's models have 1e-6 there whatever theirs is.
     """
 
     kv_lora_rank: int = 0
@@ -30,6 +31,7 @@ class MLAConfig:
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    latent_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         if self.kv_lora_rank < 0:
@@ -40,6 +42,10 @@ class MLAConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"model.mla.{name}={value}: must be at least 1; set it to 1 or more")
+        if self.latent_norm_eps is not None and not self.latent_norm_eps > 0:
+            raise ValueError(
+                f"model.mla.latent_norm_eps={self.latent_norm_eps}: must be positive; leave it out for model.norm_eps"
+            )
         if self.qk_rope_head_dim % 2:
             raise ValueError(
                 f"model.mla.qk_rope_head_dim={self.qk_rope_head_dim}: RoPE rotates pairs; use an even number"
@@ -51,8 +57,10 @@ class YarnConfig:
     """Longer contexts by YaRN (Peng et al., arXiv 2309.00071); in force where factor > 1.
 
     factor: the context grows so many times over original_seq_length. beta_fast, beta_slow: rotations within the
-    original context above which a frequency stays, and below which it is interpolated. mscale, mscale_all_dim: of
-    attention's temperature, as DeepSeek-V3's configuration has them.
+    original context above which a frequency stays, and below which it is interpolated; truncate: the bounds between
+    them are rounded outwards to whole pairs. mscale, mscale_all_dim: of attention's temperature, as DeepSeek-V3's
+    configuration has them. attention_factor: what cosines and sines are multiplied by; null: what factor, mscale and
+    mscale_all_dim make of it.
     """
 
     factor: float = 1.0
@@ -61,12 +69,18 @@ class YarnConfig:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         if not self.factor >= 1:
             raise ValueError(f"model.yarn.factor={self.factor}: 1 (off) or more")
         if self.original_seq_length < 1:
             raise ValueError(f"model.yarn.original_seq_length={self.original_seq_length}: 1 or more")
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise ValueError(
+                f"model.yarn.attention_factor={self.attention_factor}: must be positive; leave it out for the default"
+            )
         if not self.beta_fast > self.beta_slow > 0:
             raise ValueError(
                 f"model.yarn.beta_fast={self.beta_fast}: must be above model.yarn.beta_slow={self.beta_slow}, and "
@@ -273,6 +287,10 @@ class ModelConfig:
     @property
     def uses_mla(self) -> bool:
         return self.mla.kv_lora_rank > 0
+
+    @property
+    def latent_norm_eps(self) -> float:
+        return self.norm_eps if self.mla.latent_norm_eps is None else self.mla.latent_norm_eps
 
     @property
     def expert_intermediate_size(self) -> int:

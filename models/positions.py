@@ -45,7 +45,7 @@ def rotary_frequencies(head_dim: int, theta: float, yarn: YarnConfig, device: to
 
     With YaRN, a pair that turns fewer than beta_slow times within the original context turns `factor` times slower,
     one that turns more than beta_fast times stays, and those between are mixed linearly (arXiv 2309.00071, section
-    3.2). The bounds are rounded outwards to whole pairs, as published models have them.
+    3.2). With `truncate` the bounds are rounded outwards to whole pairs, as published models have them.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (exponents / head_dim)
@@ -57,15 +57,19 @@ def rotary_frequencies(head_dim: int, theta: float, yarn: YarnConfig, device: to
         turns = yarn.original_seq_length / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_of(yarn.beta_slow)), head_dim - 1)
+    low, high = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
-    slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    slowed = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
     return frequencies * (1 - slowed) + frequencies / yarn.factor * slowed
 
 
 def rotary_scale(yarn: YarnConfig) -> float:
     """What cosines and sines are multiplied by; 1 without YaRN."""
+    if yarn.factor > 1 and yarn.attention_factor is not None:
+        return yarn.attention_factor
     return _mscale(yarn, yarn.mscale) / _mscale(yarn, yarn.mscale_all_dim)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetenso
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What config.json holds, and every tensor.
 
+    MTP modules that config.json counts and the files lack are counted as none: transformers writes a DeepSeek-V3 so.
+
     Raises ValueError: where a file is missing or does not parse. Only safetensors are read, never pickles.
     """
     try:
         values: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{folder / _CONFIG}: holds no JSON object; download the checkpoint again")
         if (folder / _INDEX).is_file():
             index: dict[str, Any] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
             names = sorted(set(index["weight_map"].values()))
@@ -38,7 +43,22 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder}: not a whole Hugging Face checkpoint ({type(error).__name__}: {error}); it needs {_CONFIG} and "
             f"{_WEIGHTS}, or {_INDEX} and the files it names"
         ) from error
-    return values, tensors
+    return _with_modules_there(values, tensors), tensors
+
+
+def _with_modules_there(values: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """`values` with the number of MTP modules that `tensors` have, where they have none or `values` do not say."""
+    num_layers = values.get("num_hidden_layers")
+    if values.get("model_type") != "deepseek_v3" or not isinstance(num_layers, int):
+        return values
+    layers = {int(found[1]) for name in tensors if (found := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
+    num_modules = sum(layer >= num_layers for layer in layers)
+    counts = {name: values.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")}
+    if num_modules and any(count is not None for count in counts.values()):
+        return values
+    return {name: value for name, value in values.items() if name not in counts} | {
+        "num_nextn_predict_layers": num_modules
+    }
 
 
 def write_folder(

@@ -4,11 +4,13 @@ Theirs are those of the files on the Hub: each expert's matrices by themselves, 
 key and value in one, DeepSeek's rotary dims in pairs (0, 1), (2, 3), .. where ours are (i, i + D/2).
 
 Besides parameters, our state has `layers.{i}.mlp.router.bias` (fp32 [E], what balances a sigmoid router); MTP modules'
-blocks are `mtp.layers.{k}.block`, theirs are layers after the last.
+blocks are `mtp.layers.{k}.block`, theirs are layers after the last. Of a run, `layers.{i}.router.bias` and
+`layers.{i}.router.fractions` (MTP modules counted on from the last layer) are known as well; fractions are of training.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,9 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.hf.config import family_of
+from models.moe import MoE
+from models.transformer import TransformerStage
+from parallel.collectives import Axis
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -36,14 +41,15 @@ class Rule:
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Their tensors for ours. A router's bias that `state` lacks is zero.
+    """Their tensors for ours, whole. The biases of a sigmoid router are no parameters, and have to be in `state` too.
 
-    Raises ValueError: for a tensor that is missing or not the model's, or a model that transformers cannot express.
+    Raises ValueError: for a tensor that is missing, not the model's or of another shape, or a model that transformers
+    cannot express.
     """
     rules = rules_of(config)
-    biases = {name for name in _names(rules, "ours") if name.endswith("router.bias")}
-    state = {name: torch.zeros(config.moe.num_experts) for name in biases} | dict(state)
+    state = _with_routers(state, config)
     _check_names(state, _names(rules, "ours"), frozenset())
+    _check_shapes(state, shapes_of(config, state["embedding.weight"]))
     found: dict[str, Tensor] = {}
     for rule in rules:
         values = rule.to_hf([state[name] for name in rule.ours])
@@ -53,19 +59,114 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
 
 def from_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our tensors for theirs. A head that is written out though it is tied is not read.
+    """Our tensors for theirs. Copies that files have beside (a tied head, the head of an MTP module) are compared.
 
-    Raises ValueError: for a tensor that is missing or not the model's.
+    Names may lack the prefix of the model, as those of a base model's file do; buffers that older releases of
+    transformers saved (causal masks, rotary frequencies) are left aside.
+
+    Raises ValueError: for a tensor that is missing, not the model's, of another shape or quantised, or a copy that
+    differs.
     """
     rules = rules_of(config)
-    unread = {name for rule in rules for name in rule.copies}
+    state = _whole_names(state, config)
+    copies = {copy: rule.theirs[0] for rule in rules for copy in rule.copies}
     if config.tie_embeddings:
-        unread.add("lm_head.weight")
-    _check_names(state, _names(rules, "theirs"), unread)
+        copies["lm_head.weight"] = _embedding_of(config)
+    _check_names(state, _names(rules, "theirs"), set(copies))
+    wanted = shapes_of(config, state[_embedding_of(config)])
+    _check_shapes(state, {name: shape for rule in rules for name, shape in _their_shapes(rule, wanted)})
+    for copy, original in copies.items():
+        if copy in state and not torch.equal(state[copy], state[original]):
+            raise ValueError(
+                f"{copy} is not equal to {original}, though the model has one weight for both; untie them in "
+                "config.json (tie_word_embeddings=false), or take the copy out of the file"
+            )
     found: dict[str, Tensor] = {}
     for rule in rules:
         found.update(zip(rule.ours, rule.from_hf([state[name] for name in rule.theirs]), strict=True))
     return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def shapes_of(config: ModelConfig, embedding: Tensor | None = None) -> dict[str, torch.Size]:
+    """The shapes of our tensors by name: parameters, and the biases of a sigmoid router.
+
+    embedding: says how many tokens there are where config.vocab_size is null.
+    """
+    vocab_size = config.vocab_size
+    if vocab_size is None:
+        assert embedding is not None, "config.vocab_size is null"
+        vocab_size = embedding.shape[0]
+    stage = TransformerStage(
+        config,
+        range(config.num_layers),
+        first=True,
+        last=True,
+        tensor=Axis(),
+        sequence_parallel=False,
+        vocab_size=vocab_size,
+    )
+    found = {name: parameter.shape for name, parameter in stage.named_parameters()}
+    if config.moe.router == "sigmoid":
+        for name, module in stage.named_modules():
+            if isinstance(module, MoE):
+                found[f"{name}.router.bias"] = torch.Size((config.moe.num_experts,))
+    return found
+
+
+def is_leftover(name: str, config: ModelConfig) -> bool:
+    """Whether `name` is of a buffer that older releases of transformers saved, made of nothing but the config."""
+    pattern = r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"
+    if config.position == "rope":
+        pattern = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq"
+    return re.fullmatch(pattern, name) is not None
+
+
+def _whole_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """`state` with the model's prefix before each name, without what is left over."""
+    prefix = "transformer." if config.position == "learned" else "model."
+    if not any(name.startswith(prefix) for name in state):
+        state = {name if name.startswith("lm_head.") else prefix + name: state[name] for name in state}
+    return {name: tensor for name, tensor in state.items() if not is_leftover(name, config)}
+
+
+def _with_routers(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """`state` with what a run keeps of its routers under the names of their modules.
+
+    Raises ValueError: where a bias is learned that this router does not have, or one is missing.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        of_run = re.fullmatch(r"layers\.(\d+)\.router\.(bias|fractions)", name)
+        if of_run is None:
+            found[name] = tensor
+            continue
+        if of_run[2] == "fractions":
+            continue
+        if config.moe.router == "sigmoid":
+            found[_router_of(int(of_run[1]), config)] = tensor
+        elif tensor.any():
+            raise ValueError(
+                f"{name} is not zero: transformers has a bias in the router of deepseek_v3 only "
+                "(model.moe.router=sigmoid); keep the checkpoint in the format of this package"
+            )
+    missing = [
+        _router_of(index, config)
+        for index in range(config.num_layers + config.mtp.num_modules)
+        if config.moe.router == "sigmoid" and config.is_moe_layer(index)
+    ]
+    missing = [name for name in missing if name not in found]
+    if missing:
+        raise ValueError(
+            f"the biases of {len(missing)} routers are missing ({missing[0]}, ..): the choice of experts depends on "
+            "them; a checkpoint has them as routing.layers.{index}.router.bias, and a bias that nothing learned is zero"
+        )
+    return found
+
+
+def _router_of(index: int, config: ModelConfig) -> str:
+    """Our name of the bias of layer `index`; MTP modules come after the layers."""
+    module = index - config.num_layers
+    return f"layers.{index}.mlp.router.bias" if module < 0 else f"mtp.layers.{module}.block.mlp.router.bias"
 
 
 def rules_of(config: ModelConfig) -> list[Rule]:
@@ -245,6 +346,16 @@ class _Pairing:
         return torch.cat((plain, rotary), dim=1).flatten(0, 1)
 
 
+def _embedding_of(config: ModelConfig) -> str:
+    return "transformer.wte.weight" if config.position == "learned" else "model.embed_tokens.weight"
+
+
+def _their_shapes(rule: Rule, ours: Mapping[str, torch.Size]) -> list[tuple[str, torch.Size]]:
+    tensors = rule.to_hf([torch.empty(ours[name], device="meta") for name in rule.ours])
+    found = [(name, tensor.shape) for name, tensor in zip(rule.theirs, tensors, strict=True)]
+    return found + [(name, found[0][1]) for name in rule.copies]
+
+
 def _names(rules: Sequence[Rule], side: str) -> set[str]:
     return {name for rule in rules for name in getattr(rule, side)}
 
@@ -263,3 +374,19 @@ def _check_names(state: Mapping[str, Tensor], wanted: set[str], unread: set[str]
             )
             + "; the weights have to be those of the model's shape"
         )
+
+
+def _check_shapes(state: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]) -> None:
+    wrong = [name for name, shape in wanted.items() if name in state and state[name].shape != shape]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"{len(wrong)} tensors have another shape than the model's ({name}: {list(state[name].shape)} instead of "
+            f"{list(wanted[name])}{', ..' if len(wrong) > 1 else ''}); the weights have to be those of the model's "
+            "shape"
+        )
+    for name in wanted:
+        if name in state and not (state[name].is_floating_point() and state[name].itemsize > 1):
+            raise ValueError(
+                f"{name} is of dtype {state[name].dtype}: quantised weights are not read; convert them to bf16 or fp32"
+            )

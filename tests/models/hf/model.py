@@ -43,6 +43,16 @@ def router_biases(stage: TransformerStage) -> dict[str, Tensor]:
     }
 
 
+def loaded(config: ModelConfig, state: dict[str, Tensor]) -> TransformerStage:
+    """The model with the weights and routers' biases of `state`, which has exactly its names."""
+    stage = build(config)
+    own = state_of(stage)
+    assert set(own) == set(state)
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
+    return stage
+
+
 def state_of(stage: TransformerStage) -> dict[str, Tensor]:
     """Parameters and what a checkpoint holds of routers."""
     found = {name: parameter.detach() for name, parameter in stage.named_parameters()}

@@ -64,14 +64,6 @@ def test_tensors_of_another_model() -> None:
         to_hf(state_of(build(MIXTRAL)) | {"stray": torch.zeros(1)}, MIXTRAL)
 
 
-def test_a_router_without_a_learned_bias_has_one_of_zero() -> None:
-    state = {
-        key: value for key, value in state_of(build(DEEPSEEK_V3)).items() if not key.endswith("router.bias")
-    }
-    tensors = to_hf(state, DEEPSEEK_V3)
-    assert torch.equal(tensors["model.layers.1.mlp.gate.e_score_correction_bias"], torch.zeros(8))
-
-
 def test_a_folder_that_is_not_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a whole Hugging Face checkpoint \(FileNotFoundError"):
         read_folder(tmp_path)
