@@ -245,6 +245,14 @@ class Transport:
                 self._own[source, destination, channel] = group
                 all_reduce(torch.zeros((), device=self.device), Axis(group=group))
 
+    def close(self) -> None:
+        """Destroy the communicators that `connect` made, and let go of the others."""
+        self._group = self._reverse_group = None
+        while self._own:
+            _, group = self._own.popitem()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
     def _link(self, peer: int, channel: Channel, *, receiving: bool = False) -> tuple[dist.ProcessGroup, int]:
         """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""
         ends = (peer, self.rank) if receiving else (self.rank, peer)

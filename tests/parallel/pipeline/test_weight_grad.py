@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.pipeline.weight_grad import WeightGradStore, adopt, split_grouped_linear, split_linear
+from parallel.pipeline.adoption import adopt
+from parallel.pipeline.weight_grad import WeightGradStore, split_grouped_linear, split_linear
 
 
 def make_store() -> WeightGradStore:
