@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.generate import generate
 from parallel.pipeline.overlap import Interleaver
-from parallel.pipeline.p2p import new_group
+from parallel.pipeline.p2p import destroy_group, new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.stage import PlainParameters, Stage
@@ -59,9 +59,7 @@ class Pipeline:
             if isinstance(stage.parameters, PlainParameters):
                 stage.parameters.close()
         while self._groups:
-            group = self._groups.pop()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            destroy_group(self._groups.pop())
 
     def __enter__(self) -> Pipeline:
         return self

@@ -156,6 +156,25 @@ def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, group)
 
 
+class _ClosedGroup:
+    """What stands in torch's table for a group that was destroyed."""
+
+    def shutdown(self) -> None: ...
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group that `new_group` made, where torch.distributed has not been ended already.
+
+    Hazard: torch names a group by its ranks and by how many groups there are, so the next one of these ranks would be
+    given the name of this one, and find the addresses of closed sockets under it. The table keeps its length instead.
+    """
+    if not dist.is_initialized():
+        return
+    dist.destroy_process_group(group)
+    names = cast("dict[object, str]", getattr(dist.distributed_c10d, "_world").pg_names)  # noqa: B009
+    names[_ClosedGroup()] = "closed"
+
+
 @dataclass(slots=True, eq=False)
 class Receipt:
     """A receive under way, to be handed to `Transport.wait`.
@@ -249,9 +268,7 @@ class Transport:
         """Destroy the communicators that `connect` made, and let go of the others."""
         self._group = self._reverse_group = None
         while self._own:
-            _, group = self._own.popitem()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            destroy_group(self._own.popitem()[1])
 
     def _link(self, peer: int, channel: Channel, *, receiving: bool = False) -> tuple[dist.ProcessGroup, int]:
         """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""

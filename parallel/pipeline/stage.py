@@ -173,9 +173,7 @@ class Stage:
         needs_grad = self.index > 0 and torch.is_grad_enabled()
         if self.lets_go and torch.is_grad_enabled():
             return self._forward_and_let_go(microbatch, inputs, needs_grad)
-        entered = tuple(
-            tensor.detach().requires_grad_(needs_grad and tensor.is_floating_point()) for tensor in inputs
-        )
+        entered = tuple(self._entered(tensor, needs_grad) for tensor in inputs)
         outputs = _checked(self.index, self._apply(entered))
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = _InFlight(entered, outputs)
@@ -188,7 +186,7 @@ class Stage:
         entered: list[Tensor] = []
         kept: list[Tensor | Entrance] = []
         for tensor in inputs:
-            given, entrance = tensor.detach(), spec_of(tensor)
+            given, entrance = self._entered(tensor, False), spec_of(tensor)
             if needs_grad and tensor.is_floating_point():
                 given, entrance = enter(tensor)
             entered.append(given)
@@ -196,6 +194,12 @@ class Stage:
         outputs = _checked(self.index, self._apply(tuple(entered)))
         self._in_flight[microbatch] = _InFlight(tuple(kept), tuple(map(spec_of, outputs)), edges_of(outputs))
         return outputs
+
+    def _entered(self, tensor: Tensor, needs_grad: bool) -> Tensor:
+        """What the module is given for `tensor`. One that needs a gradient itself is the user's: it keeps its graph."""
+        if self.index == 0 and tensor.requires_grad:
+            return tensor
+        return tensor.detach().requires_grad_(needs_grad and tensor.is_floating_point())
 
     def outputs_of(self, microbatch: int) -> tuple[Tensor, ...]:
         assert microbatch in self._in_flight, (

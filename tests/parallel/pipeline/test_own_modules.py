@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import types
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
@@ -221,68 +225,217 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# Where a stage passes no gradient on the stages before it have none: with others beside it they would.
+ALONE = ("gradient of the input", "without gradients")
+TOGETHER = tuple(case for case in CASES if case not in ALONE)
+
+
+class Together(nn.Module):
+    """Every case on its own part of the input, x [rows, cases, WIDTH], so that one pipeline is built for all."""
+
+    def __init__(self, index: int, names: tuple[str, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.cases = nn.ModuleDict({name: CASES[name]() for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.cases.values(), x.unbind(1), strict=True)
+        return torch.stack([case(part) for case, part in parts], 1)
+
+
 class Result(NamedTuple):
     losses: Tensor
     gradients: dict[str, Tensor | None]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, num_cases: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, 2 * NUM_MICROBATCHES, WIDTH, generator=generator)
+    inputs, targets = torch.randn(2, 2 * NUM_MICROBATCHES, num_cases, WIDTH, generator=generator)
     return inputs, targets
 
 
-def make(case: str, index: int) -> nn.Module:
-    torch.manual_seed(index)
-    return CASES[case]()
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean((0, 2)).sum()
 
 
-def run(schedule: str) -> dict[str, Result]:
-    found: dict[str, Result] = {}
-    for case in CASES:
-        with build_pipeline(
-            lambda index, case=case: make(case, index), schedule, num_microbatches=NUM_MICROBATCHES
-        ) as pipeline:
-            losses = [pipeline.step(*batch(step), F.mse_loss).losses for step in range(NUM_STEPS)]
-        gradients = {
-            f"{index}.{name}": parameter.grad
-            for index, module in pipeline.modules.items()
-            for name, parameter in module.named_parameters()
-        }
-        found[case] = Result(torch.stack(losses), gradients)
-    return found
+def run(schedule: str, names: tuple[str, ...]) -> Result:
+    with build_pipeline(
+        lambda index: Together(index, names), schedule, num_microbatches=NUM_MICROBATCHES
+    ) as pipeline:
+        losses = [pipeline.step(*batch(step, len(names)), loss_of).losses for step in range(NUM_STEPS)]
+    gradients = {
+        f"{index}.{name}": parameter.grad
+        for index, module in pipeline.modules.items()
+        for name, parameter in module.named_parameters()
+    }
+    return Result(torch.stack(losses), gradients)
 
 
-def run_plain(case: str, num_stages: int) -> Result:
-    model = nn.Sequential(*(make(case, index) for index in range(num_stages)))
+def run_all(schedule: str) -> list[Result]:
+    return [run(schedule, names) for names in (TOGETHER, *((case,) for case in ALONE))]
+
+
+@cache
+def run_plain(names: tuple[str, ...], num_stages: int) -> Result:
+    model = nn.Sequential(*(Together(index, names) for index in range(num_stages)))
     losses: list[Tensor] = []
     for step in range(NUM_STEPS):
-        for x, target in zip(*(values.chunk(NUM_MICROBATCHES) for values in batch(step)), strict=True):
-            loss = F.mse_loss(model(x), target)
+        parts = (values.chunk(NUM_MICROBATCHES) for values in batch(step, len(names)))
+        for x, target in zip(*parts, strict=True):
+            loss = loss_of(model(x), target)
             (loss / NUM_MICROBATCHES).backward()
             losses.append(loss.detach())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return Result(torch.stack(losses).view(NUM_STEPS, -1), gradients)
 
 
-def assert_close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
-    difference = float((found - expected).norm() / (expected.norm() + 1e-6))
-    assert difference <= tolerance, f"{what}: relative difference {difference:.1e}"
+def differences(found: Result, expected: Result) -> list[str]:
+    wrong: list[str] = []
+    if float((found.losses - expected.losses).norm() / expected.losses.norm()) > 1e-6:
+        wrong.append(f"losses are {found.losses}, not {expected.losses}")
+    for name, gradient in found.gradients.items():
+        wanted = expected.gradients[name]
+        if gradient is None or wanted is None:
+            if gradient is not wanted:
+                wrong.append(f"{name} is {gradient}, not {wanted}")
+            continue
+        difference = float((gradient - wanted).norm() / (wanted.norm() + 1e-6))
+        # A sum over micro-batches in bf16 depends on their order, which is the schedule's.
+        if difference > (1e-2 if "autocast" in name else 1e-6):
+            wrong.append(f"{name}: relative difference {difference:.1e}")
+    return wrong
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_plain_torch(ranks: RankPool, schedule: str) -> None:
     num_stages = generate(schedule, NUM_RANKS, NUM_MICROBATCHES).num_stages
-    by_rank = ranks.run(run, NUM_RANKS, schedule)
-    for case in CASES:
-        expected = run_plain(case, num_stages)
-        # A sum over micro-batches in bf16 depends on their order, which is the schedule's.
-        tolerance = 1e-2 if "autocast" in case else 1e-6
-        for found in by_rank:
-            what = f"{schedule}, {case}"
-            assert_close(found[case].losses, expected.losses, f"{what}: losses", tolerance)
-            for name, gradient in found[case].gradients.items():
-                wanted = expected.gradients[name]
-                assert (gradient is None) == (wanted is None), f"{what}: {name} is {gradient}, not {wanted}"
-                if gradient is not None and wanted is not None:
-                    assert_close(gradient, wanted, f"{what}: {name}", tolerance)
+    for by_case in ranks.run(run_all, NUM_RANKS, schedule):
+        for names, found in zip((TOGETHER, *((case,) for case in ALONE)), by_case, strict=True):
+            assert differences(found, run_plain(names, num_stages)) == []
+
+
+class Tied(nn.Module):
+    def __init__(self, index: int, tied: nn.Module | nn.Parameter | None) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.own, self.tied = nn.Linear(WIDTH, WIDTH), tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.own(x))
+        if self.tied is None:
+            return x
+        return x @ self.tied if isinstance(self.tied, nn.Parameter) else self.tied(x)
+
+
+def tied_maker(num_stages: int, is_linear: bool) -> tuple[Callable[[int], Tied], nn.Parameter]:
+    """Stages of which the first and the last share a weight, and that weight."""
+    torch.manual_seed(1)
+    shared = nn.Linear(WIDTH, WIDTH, bias=False) if is_linear else nn.Parameter(torch.randn(WIDTH, WIDTH))
+    weight = shared.weight if isinstance(shared, nn.Linear) else shared
+    return lambda index: Tied(index, shared if index in (0, num_stages - 1) else None), weight
+
+
+def step_with_tie(schedule: str) -> list[tuple[Tensor | None, int]]:
+    num_stages = generate(schedule, NUM_RANKS, NUM_MICROBATCHES).num_stages
+    found: list[tuple[Tensor | None, int]] = []
+    for is_linear in (True, False):
+        make, weight = tied_maker(num_stages, is_linear)
+        with build_pipeline(make, schedule, num_microbatches=NUM_MICROBATCHES) as pipeline:
+            for step in range(NUM_STEPS):
+                pipeline.step(*batch(step, 1), loss_of)
+        found.append((weight.grad, sum(parameter is weight for parameter in pipeline.parameters())))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "v_half", "v_min", "dualpipe", "dualpipe_v"])
+def test_a_weight_of_two_stages_of_a_rank_counts_once(ranks: RankPool, schedule: str) -> None:
+    by_rank = ranks.run(step_with_tie, NUM_RANKS, schedule)
+    num_stages = generate(schedule, NUM_RANKS, NUM_MICROBATCHES).num_stages
+    for number, is_linear in enumerate((True, False)):
+        make, weight = tied_maker(num_stages, is_linear)
+        model = nn.Sequential(*map(make, range(num_stages)))
+        for step in range(NUM_STEPS):
+            for x, target in zip(*(v.chunk(NUM_MICROBATCHES) for v in batch(step, 1)), strict=True):
+                (loss_of(model(x), target) / NUM_MICROBATCHES).backward()
+        assert weight.grad is not None
+        # Both copies of two-copy schedules hold it; of others the rank of the first stage.
+        for found in by_rank if schedule == "dualpipe" else by_rank[:1]:
+            gradient, count = found[number]
+            assert count == 1
+            assert gradient is not None
+            assert float((gradient - weight.grad).norm() / weight.grad.norm()) < 1e-6
+
+
+def test_a_weight_of_stages_on_different_ranks_is_refused(ranks: RankPool) -> None:
+    message = (
+        r"'tied.weight' of stage 0 \(pipeline ranks \[0\]\) and 'tied.weight' of stage 1 \(ranks \[1\]\)"
+    )
+    with pytest.raises(AssertionError, match=message):
+        ranks.run(step_with_tie, NUM_RANKS, "1f1b")
+
+
+def test_hooks_after_accumulation_are_called_for_each_backward() -> None:
+    module = Two()
+    calls: list[bool] = []
+    module.a.weight.register_post_accumulate_grad_hook(lambda weight: calls.append(weight.grad is not None))
+    with build_pipeline(lambda index: module, "zb1p", num_microbatches=2) as pipeline:
+        pipeline.step(*torch.randn(2, 2, 1, WIDTH), F.mse_loss)
+    assert calls == [True, True]
+
+
+def test_an_input_may_need_a_gradient() -> None:
+    def derivative_of(stage: Two, x: Tensor) -> Tensor:
+        return torch.autograd.grad(energy(stage, x), x, create_graph=True)[0] + x
+
+    inputs = torch.randn(4, WIDTH, requires_grad=True)
+    model = Two(use=derivative_of)
+    (expected,) = torch.autograd.grad(F.mse_loss(model(inputs), torch.zeros(4, WIDTH)), inputs)
+    with build_pipeline(lambda index: model, "1f1b", num_microbatches=2) as pipeline:
+        pipeline.step(inputs, torch.zeros(4, WIDTH), F.mse_loss)
+    assert inputs.grad is not None
+    torch.testing.assert_close(inputs.grad, expected)
+
+
+def test_dropout_draws_what_it_draws_in_plain_torch() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+    inputs = torch.randn(4, WIDTH)
+    torch.manual_seed(0)
+    expected = [F.mse_loss(model(x), x).detach() for x in inputs.chunk(2)]
+    torch.manual_seed(0)
+    with build_pipeline(lambda index: model, "zb1p", num_microbatches=2) as pipeline:
+        torch.testing.assert_close(pipeline.step(inputs, inputs, F.mse_loss).losses, torch.stack(expected))
+
+
+def test_a_closed_pipeline_leaves_the_modules_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    pipeline = build_pipeline(lambda index: model, "1f1b", num_microbatches=1)
+    average = copy.deepcopy(model)
+    assert torch.equal(average(torch.ones(1, WIDTH)), model(torch.ones(1, WIDTH)))
+    pipeline.close()
+    pipeline.close()
+    assert "forward" not in model[0].__dict__
+    with pytest.raises(RuntimeError, match="has been closed"):
+        pipeline.step(torch.ones(1, WIDTH), torch.ones(1, WIDTH), F.mse_loss)
+
+
+def threads_and_groups() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), dist.get_pg_count()
+
+
+def build_and_close() -> list[tuple[int, int]]:
+    dist.barrier()
+    found = [threads_and_groups()]
+    for _ in range(2):
+        with build_pipeline(
+            lambda index: nn.Linear(WIDTH, WIDTH), "dualpipe", num_microbatches=4
+        ) as pipeline:
+            pipeline.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH), F.mse_loss)
+        found.append(threads_and_groups())
+    return found
+
+
+def test_a_closed_pipeline_leaves_no_group_and_no_thread(ranks: RankPool) -> None:
+    for before, first, second in ranks.run(build_and_close, NUM_RANKS):
+        assert first[1] == second[1] == before[1]
+        assert first[0] == second[0]
