@@ -87,7 +87,8 @@ class _SplitForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         layer, sink = self._layer, self.sink
         if sink is not None and len(args) == 1 and not kwargs and _is_plain(layer, args[0]):
-            return split_linear(args[0], layer.weight, cast("nn.Parameter | None", layer.bias), sink)
+            weight, bias = cast("tuple[nn.Parameter, nn.Parameter | None]", (layer.weight, layer.bias))
+            return split_linear(args[0], weight, bias, sink)
         return type(layer).forward(layer, *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[_SplitForward], tuple[nn.Linear]]:
@@ -105,7 +106,9 @@ def _is_plain(layer: nn.Linear, x: object) -> bool:
         _is_linear(layer)
         and type(x) in (Tensor, nn.Parameter)
         # Hooks of the old kind are given what the layer's last operation gets and returns.
-        and not (layer._backward_hooks and not layer._is_full_backward_hook)
+        and not (
+            getattr(layer, "_backward_hooks", None) and not getattr(layer, "_is_full_backward_hook", None)
+        )
     )
 
 

@@ -8,7 +8,7 @@ import types
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -332,7 +332,7 @@ def tied_maker(num_stages: int, is_linear: bool) -> tuple[Callable[[int], Tied],
     """Stages of which the first and the last share a weight, and that weight."""
     torch.manual_seed(1)
     shared = nn.Linear(WIDTH, WIDTH, bias=False) if is_linear else nn.Parameter(torch.randn(WIDTH, WIDTH))
-    weight = shared.weight if isinstance(shared, nn.Linear) else shared
+    weight = cast(nn.Parameter, shared.weight if isinstance(shared, nn.Linear) else shared)
     return lambda index: Tied(index, shared if index in (0, num_stages - 1) else None), weight
 
 
@@ -380,7 +380,7 @@ def test_hooks_after_accumulation_are_called_for_each_backward() -> None:
     calls: list[bool] = []
     module.a.weight.register_post_accumulate_grad_hook(lambda weight: calls.append(weight.grad is not None))
     with build_pipeline(lambda index: module, "zb1p", num_microbatches=2) as pipeline:
-        pipeline.step(*torch.randn(2, 2, 1, WIDTH), F.mse_loss)
+        pipeline.step(torch.randn(2, WIDTH), torch.randn(2, WIDTH), F.mse_loss)
     assert calls == [True, True]
 
 
