@@ -32,12 +32,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from models.config import ModelConfig, MoEConfig
 from parallel.collectives import Axis, all_gather_into, all_reduce
 from parallel.expert import positions_within
 from parallel.parameters import ParameterPlacement, place
-from parallel.pipeline.weight_grad import WeightGradSink
+from parallel.pipeline.weight_grad import WeightGradSink, is_filed, is_wanted
 
 # What `RouterState.sums` holds, each a sum over this rank's tokens.
 SUMS = ("entropy", "load_balance_loss", "sequence_balance_loss", "z_loss")
@@ -263,15 +264,16 @@ class _RouterLogits(torch.autograd.Function):
             return F.linear(x.to(dtype), weight.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         (x,) = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ ctx.weight.detach().to(grad.dtype)).to(x.dtype)
-        if ctx.sink is not None:
+        if ctx.needs_input_grad[1] and is_filed(ctx, 1):
             ctx.sink.add(ctx.weight, None, x, grad)
-        elif ctx.needs_input_grad[1]:
+        elif ctx.needs_input_grad[1] and is_wanted(ctx, 1):
             grad_weight = (grad.t() @ x.to(grad.dtype)).to(ctx.weight.dtype)
         return grad_x, grad_weight, None
 

@@ -138,12 +138,10 @@ class Mesh:
 
         torch keeps each group, with its threads and connections, until it is destroyed and nobody holds it.
         """
-        import torch.distributed as dist
+        from parallel.groups import destroy_group
 
         for group in self.made:
-            # Ending the default group has ended these as well.
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            destroy_group(group)
 
 
 def ranks_along(config: MeshConfig, coordinate: Coordinate, *axes: str) -> list[int]:
@@ -209,6 +207,8 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
     # Not above: configs are read before torch is needed, and importing it takes a second.
     import torch.distributed as dist
 
+    from parallel.groups import new_group as make_group
+
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != config.world_size:
         raise ValueError(
@@ -221,7 +221,7 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
     made: list[Any] = []
 
     def new_group(ranks: list[int], name: str) -> Any:
-        made.append(_new_group(ranks, name))
+        made.append(make_group(ranks, name))
         return made[-1]
 
     def group(ranks: list[int], name: str) -> Any:
@@ -247,10 +247,3 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         world=group(list(range(world_size)), "world"),
         made=tuple(made),
     )
-
-
-def _new_group(ranks: list[int], name: str) -> Any:
-    import torch.distributed as dist
-
-    # Only members take part, and members agree on the name, so no rank waits for groups it is not in.
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)

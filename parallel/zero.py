@@ -496,6 +496,10 @@ class ShardedStage:
                 return unit.gradient_buffer(parameter)
         raise AssertionError("a parameter of another stage")
 
+    def is_watched(self, parameter: nn.Parameter) -> bool:
+        # The hooks that its units set, no others.
+        return False
+
     def begin_step(self) -> None:
         for unit in self.units:
             unit.begin_step()

@@ -20,7 +20,7 @@ from framework.bench.sleeping import SleepCosts, Sleeper, SleepingStage
 from framework.optimizer import ModelOptimizer
 from framework.optimizer_config import OptimizerConfig
 from parallel.collectives import Axis
-from parallel.pipeline.p2p import new_group
+from parallel.groups import new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedules.registry import generate

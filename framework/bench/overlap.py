@@ -33,13 +33,14 @@ from parallel.expert import (
 from parallel.loss import vocab_parallel_cross_entropy
 from parallel.mesh import MeshConfig, build_mesh
 from parallel.pipeline.action import Kind, Schedule
+from parallel.pipeline.adoption import adopt
 from parallel.pipeline.overlap import Interleaver
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.stage import PlainParameters, Stage
 from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
-from parallel.pipeline.weight_grad import WeightGradStore, adopt
+from parallel.pipeline.weight_grad import WeightGradStore
 
 NUM_RANKS, PIPELINE_RANKS, EXPERT_RANKS = 4, 2, 2
 LAYERS_PER_STAGE = 2

@@ -6,39 +6,71 @@ for inputs, targets in batches:
     optimizer.zero_grad()
     losses = pipeline.step(inputs, targets, loss_fn).losses
     optimizer.step()
+pipeline.close()
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from parallel.groups import destroy_group, new_group
 from parallel.pipeline.action import COMPUTE, Schedule
 from parallel.pipeline.overlap import Interleaver
-from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedules.registry import generate
 from parallel.pipeline.stage import PlainParameters, Stage
+from parallel.pipeline.ties import (
+    existing_parameters,
+    refuse_ties_between_ranks,
+    shared_parameters,
+    unique_parameters,
+)
 from parallel.pipeline.verify import verify
 
 logger = logging.getLogger(__name__)
 
 
 class Pipeline:
-    """This rank's part of a pipeline over plain modules. Built by `build_pipeline`.
+    """This rank's part of a pipeline over plain modules. Built by `build_pipeline`; a context manager that closes it.
 
-    step, evaluate: those of the `Runtime`.
+    step, evaluate: those of the `Runtime`. groups: process groups that were made for it, which `close` destroys.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.runtime = runtime
         self.step = runtime.step
         self.evaluate = runtime.evaluate
+        self._groups = list(groups)
+
+    def close(self) -> None:
+        """Give the modules their own forwards back and destroy the process groups that were made for the pipeline.
+
+        It waits for no other rank and may be called again; modules, gradients and the group it was built over stay.
+        """
+        self.runtime.close()
+        for stage in self.runtime.stages.values():
+            if isinstance(stage.parameters, PlainParameters):
+                stage.parameters.close()
+        while self._groups:
+            destroy_group(self._groups.pop())
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @property
     def schedule(self) -> Schedule:
@@ -50,9 +82,8 @@ class Pipeline:
         return {index: stage.module for index, stage in self.runtime.stages.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's modules, for an optimizer; their gradients are complete after `step`."""
-        for module in self.modules.values():
-            yield from module.parameters()
+        """The parameters of this rank's modules, each once; their gradients are complete after `step`."""
+        yield from unique_parameters(self.modules.values())
 
 
 def build_pipeline(
@@ -73,7 +104,8 @@ def build_pipeline(
     make_stage: stage index -> module, called for the stages this rank holds. It returns a tensor or a tuple of
         tensors, which are the arguments of the next stage. Linear layers get deferred weight gradients where
         the schedule splits the backward; the gradients of other layers are computed with the input gradient,
-        which the log says once.
+        which the log says once. Where the modules were there before, it is called for the other stages too, on the
+        meta device, to find parameters that stages on different ranks share (parallel/pipeline/ties.py).
     schedule: a name (`gpipe`, `1f1b`, `dualpipe`, ...) with `num_microbatches` of a step (another step may have
         another number) and where it lets one choose `num_chunks` of a rank, or a Schedule of compute actions.
     early_sends: send each gradient before the weight gradients of its backward, each activation before the
@@ -84,7 +116,8 @@ def build_pipeline(
     group: None is every rank, or this process alone where torch.distributed is not initialised. Two-copy
         schedules start both copies of a stage from the parameters of the lower rank, and sum their gradients.
 
-    Raises ValueError: where the schedule does not fit the group, or breaks a rule (ScheduleError).
+    Raises ValueError: where the schedule does not fit the group, or breaks a rule (ScheduleError), or where stages on
+    different ranks share a parameter.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -114,31 +147,54 @@ def build_pipeline(
         )
     lowered = lower(schedule, zero_stage=0, early_sends=early_sends, overlap=overlap)
     verify(lowered)
+    existing = existing_parameters()
+    modules = {index: make_stage(index) for index in sorted(set(lowered.stages_of(rank)))}
+    refuse_ties_between_ranks(make_stage, modules, lowered, existing, group, device or torch.device("cpu"))
+    shared = shared_parameters(modules)
+    apart = [parameter for parameters in shared.values() for parameter in parameters]
+    groups: list[dist.ProcessGroup] = []
     stages: dict[int, Stage] = {}
-    for index in sorted(set(lowered.stages_of(rank))):
-        module = make_stage(index)
+    plain: dict[int, PlainParameters] = {}
+    for index, module in modules.items():
         mirror = _mirror_group(lowered, index, group)
         if mirror is not None:
+            groups.append(mirror)
             for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.data, group=mirror, group_src=0)
-        stages[index] = Stage(index, module, PlainParameters(module, mirror))
+                _copy_from_first(tensor, mirror)
+        plain[index] = PlainParameters(module, mirror, apart=apart, shared=shared.get(index, ()))
+        stages[index] = Stage(index, module, plain[index])
         _log_adoption(stages[index])
     # NCCL orders what one communicator does, and the two directions need not be in step; gloo goes by tags.
-    needs_two = group is not None and num_ranks > 1 and "nccl" in str(dist.get_backend(group))
-    reverse_group = _same_ranks(group) if needs_two and group is not None else group
-    return Pipeline(
-        Runtime(
-            stages,
-            lowered,
-            group=group,
-            reverse_group=reverse_group,
-            device=device,
-            reschedule=reschedule,
-            uniform_shapes=uniform_shapes,
-            p2p_chunk_bytes=p2p_chunk_bytes,
-            interleaver=interleaver,
-        )
+    reverse_group = group
+    if group is not None and num_ranks > 1 and "nccl" in str(dist.get_backend(group)):
+        reverse_group = _same_ranks(group)
+        groups.append(reverse_group)
+
+    def forget_zeros(unreached: range) -> None:
+        for index in set(unreached) & set(plain):
+            plain[index].forget_zeros()
+
+    runtime = Runtime(
+        stages,
+        lowered,
+        group=group,
+        reverse_group=reverse_group,
+        device=device,
+        reschedule=reschedule,
+        uniform_shapes=uniform_shapes,
+        p2p_chunk_bytes=p2p_chunk_bytes,
+        interleaver=interleaver,
+        on_unreached=forget_zeros,
     )
+    return Pipeline(runtime, groups)
+
+
+def _copy_from_first(tensor: Tensor, mirror: dist.ProcessGroup) -> None:
+    """Take the values of the lowest rank of `mirror`."""
+    values = tensor.data.contiguous()
+    dist.broadcast(values, group=mirror, group_src=0)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.data.copy_(values)
 
 
 def _mirror_group(

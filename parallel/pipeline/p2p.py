@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Axis, ByteMeter, all_reduce
+from parallel.groups import destroy_group, new_group
 from parallel.pipeline.action import SENDS, Kind, Schedule
 from parallel.pipeline.dependencies import channel_of
 from parallel.pipeline.payload import Payload
@@ -148,14 +149,6 @@ def channels_of(schedule: Schedule) -> list[tuple[int, int, Channel]]:
     return sorted(found)
 
 
-def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-    """A process group of global `ranks`, whose members alone call this."""
-    group: object = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
-        ranks, use_local_synchronization=True, group_desc=name
-    )
-    return cast(dist.ProcessGroup, group)
-
-
 @dataclass(slots=True, eq=False)
 class Receipt:
     """A receive under way, to be handed to `Transport.wait`.
@@ -246,11 +239,10 @@ class Transport:
                 all_reduce(torch.zeros((), device=self.device), Axis(group=group))
 
     def close(self) -> None:
-        """Destroy the communicators that `connect` made; the groups it was given stay their owner's."""
-        for group in self._own.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._own.clear()
+        """Destroy the communicators that `connect` made, and let go of the others."""
+        self._group = self._reverse_group = None
+        while self._own:
+            destroy_group(self._own.popitem()[1])
 
     def _link(self, peer: int, channel: Channel, *, receiving: bool = False) -> tuple[dist.ProcessGroup, int]:
         """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,8 @@ class Runtime:
     interleaver: the communication point of the stages' modules; it runs the halves of a pair together. None: nothing
     travels within a stage, and a pair is a forward and then a backward.
     offloader: does OFFLOAD and RELOAD, and keeps the activations within its budget. None: they stay where they are.
+    on_unreached: called after each step with the stages that its loss does not depend on: between stages their gradient
+    travels as zeros. None: nobody tells zero from none.
 
     Raises ValueError: where stages or group do not fit the schedule.
     """
@@ -94,6 +96,7 @@ class Runtime:
         p2p_payload: Payload | None = None,
         interleaver: Interleaver | None = None,
         offloader: Offloader | None = None,
+        on_unreached: Callable[[range], None] | None = None,
     ) -> None:
         self.device = device or torch.device("cpu")
         self.transport = Transport(
@@ -127,8 +130,8 @@ class Runtime:
         is_first = self.rank == 0 and (group is None or dist.get_rank() == 0)
         if self._overlaps and is_first and (reason := why_not_overlapped(schedule)):
             logger.warning("%s", reason)
-        self._uniform_shapes = uniform_shapes
-        self._is_broken = False
+        self._uniform_shapes, self._on_unreached = uniform_shapes, on_unreached
+        self._is_broken = self._is_closed = False
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -237,6 +240,19 @@ class Runtime:
             for module, training in modes:
                 module.training = training
 
+    def close(self) -> None:
+        """Let go of the stages' layers and of the communicators that were made for it; nothing runs afterwards.
+
+        It waits for no other rank, and may be called again.
+        """
+        self._is_closed = True
+        for stage in self.stages.values():
+            stage.close()
+        self.transport.close()
+        if self.offloader is not None:
+            self.offloader.close()
+        self._operations.clear()
+
     def _run(
         self,
         schedule: Schedule,
@@ -249,6 +265,8 @@ class Runtime:
         recorder: Recorder,
         validate: Callable[[], bool] | None = None,
     ) -> StepResult:
+        if self._is_closed:
+            raise RuntimeError("the pipeline has been closed; build it anew")
         if self._is_broken:
             raise RuntimeError(
                 "an earlier step failed, so the ranks are out of step; build the pipeline anew"
@@ -289,22 +307,26 @@ class Runtime:
         if share_losses and self.group is not None and self.transport.size > 1:
             with recorder.record(Activity.COLLECTIVE_WAIT):
                 all_reduce(step.losses, Axis(group=self.group))
+        if self._on_unreached is not None and torch.is_grad_enabled():
+            with recorder.record(Activity.COLLECTIVE_WAIT):
+                self._on_unreached(self._unreached(schedule))
         outputs = None if step.outputs is None else tuple(step.outputs.get(index) for index in range(count))
         self._handlers.begin(StepState(), recorder)
         recorder.stop()
         return StepResult(losses=step.losses, outputs=outputs, recorder=recorder)
 
-    def close(self) -> None:
-        """Close the communicators and files that this runtime opened; the groups it was given stay their owner's.
-
-        Every rank of the pipeline calls it, between steps.
-        """
-        self.transport.close()
-        if self.offloader is not None:
-            self.offloader.close()
+    def _unreached(self, schedule: Schedule) -> range:
+        """Stages of any rank that the loss of the step does not depend on: those before one that passes nothing on."""
+        passes_on = torch.zeros(schedule.num_stages, device=self.device)
+        for index, stage in self.stages.items():
+            passes_on[index] = stage.passes_on
+        all_reduce(passes_on, Axis(group=self.group))
+        flags = cast("list[float]", passes_on.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return range(max((index for index in range(1, len(flags)) if not flags[index]), default=0))
 
     def _begin_step(self) -> None:
         for stage in self.stages.values():
+            stage.passes_on = False
             stage.parameters.begin_step()
 
     def _execute(self, schedule: Schedule, validate: Callable[[], bool] | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.collectives import Axis, all_reduce
+from parallel.pipeline.adoption import Adoption, adopt, release
 from parallel.pipeline.boundary import Entrance, edges_of, enter, gradient_of, is_floating, spec_of
-from parallel.pipeline.weight_grad import Adoption, WeightGradStore, adopt
+from parallel.pipeline.gradient_sum import GradientSum
+from parallel.pipeline.weight_grad import WeightGradStore
 
 
 class StageParameters(Protocol):
@@ -22,6 +23,10 @@ class StageParameters(Protocol):
 
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
         """The tensor that gradients of `parameter` are accumulated in during a step."""
+        ...
+
+    def is_watched(self, parameter: nn.Parameter) -> bool:
+        """Whether somebody else's hooks are to see the gradient of `parameter`, which then comes through autograd."""
         ...
 
     def begin_step(self) -> None:
@@ -49,32 +54,48 @@ class StageParameters(Protocol):
         ...
 
 
+# Where a tensor keeps what watches its gradient.
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 class PlainParameters:
     """Parameters as the user's module holds them: gradients in `.grad`, summed over `mirror` where given.
 
+    A parameter without part in a step keeps the gradient it had, None mostly, as in plain torch.
     mirror: the group of ranks with a copy of this stage (two-copy schedules).
+    apart: parameters that other stages of this rank hold as well; the last of those stages has them as `shared`, and
+        sums them over `mirror` when all have added their parts.
     """
 
-    def __init__(self, module: nn.Module, mirror: dist.ProcessGroup | None = None) -> None:
-        self._parameters = list(module.parameters())
-        self._mirror = mirror
-        self._works: list[dist.Work] = []
-        self._earlier: list[Tensor | None] = []
+    def __init__(
+        self,
+        module: nn.Module,
+        mirror: dist.ProcessGroup | None = None,
+        *,
+        apart: Collection[nn.Parameter] = (),
+        shared: Collection[nn.Parameter] = (),
+    ) -> None:
+        others = {id(parameter) for parameter in apart}
+        own = [parameter for parameter in module.parameters() if id(parameter) not in others]
+        self._parameters = (*own, *shared)
+        self._without: list[nn.Parameter] = []
+        self._own = None if mirror is None else GradientSum(own, mirror)
+        self._shared = None if mirror is None or not shared else GradientSum(shared, mirror)
 
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
 
-    def begin_step(self) -> None:
-        """Gradients accumulate until the user's optimizer zeroes them, as in plain torch.
+    def is_watched(self, parameter: nn.Parameter) -> bool:
+        return any(bool(getattr(parameter, hooks, None)) for hooks in _HOOKS)
 
-        With a mirror the earlier ones are set aside: they are summed over the copies already.
-        """
-        if self._mirror is not None:
-            self._earlier = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
+    def begin_step(self) -> None:
+        """Gradients accumulate until the user's optimizer zeroes them, as in plain torch."""
+        self._without = [parameter for parameter in self._parameters if parameter.grad is None]
+        for total in (self._own, self._shared):
+            if total is not None:
+                total.begin()
 
     def unshard(self) -> None: ...
 
@@ -84,22 +105,26 @@ class PlainParameters:
     def reshard(self) -> None: ...
 
     def reduce_grad(self) -> None:
-        if self._mirror is None:
-            return
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                work = all_reduce(self.gradient_buffer(parameter), Axis(group=self._mirror), async_op=True)
-                if work is not None:
-                    self._works.append(work)
+        if self._own is not None:
+            self._own.start()
 
     def finish_step(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=False):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
-        self._earlier = []
+        if self._own is not None:
+            self._own.finish()
+        if self._shared is not None:
+            self._shared.start()
+            self._shared.finish()
+
+    def forget_zeros(self) -> None:
+        """After a step whose loss does not depend on the stage: gradients that are zero are none, as in plain torch."""
+        for parameter in self._without:
+            grad = parameter.grad
+            if grad is not None and not grad.is_sparse and not grad.any():
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Let go of the mirror's group."""
+        self._own = self._shared = None
 
 
 @dataclass(slots=True)
@@ -116,6 +141,7 @@ class Stage:
     `forward` keeps what `backward` of the same micro-batch needs; with `defer` the weight gradients of
     linear layers wait for `weight_backward`. `adoption` says which parameters those are. splits: False where
     every gradient is to come through autograd, for somebody whose hooks wait for it there; nothing is deferred then.
+    passes_on: whether a backward of this step has found that the loss depends on an input.
     lets_go: whether inputs and outputs are let go of after the forward, see parallel/pipeline/boundary.py.
     """
 
@@ -125,13 +151,13 @@ class Stage:
         self.index = index
         self.module = module
         self.parameters = parameters
-        self.weight_grads = WeightGradStore(parameters.gradient_buffer)
+        self.weight_grads = WeightGradStore(parameters.gradient_buffer, parameters.is_watched)
         self.adoption: Adoption = (
             adopt(module, self.weight_grads)
             if splits
             else Adoption(deferred=(), immediate=tuple(name for name, _ in module.named_parameters()))
         )
-        self.lets_go = False
+        self.lets_go = self.passes_on = False
         self._in_flight: dict[int, _InFlight] = {}
 
     @property
@@ -147,9 +173,7 @@ class Stage:
         needs_grad = self.index > 0 and torch.is_grad_enabled()
         if self.lets_go and torch.is_grad_enabled():
             return self._forward_and_let_go(microbatch, inputs, needs_grad)
-        entered = tuple(
-            tensor.detach().requires_grad_(needs_grad and tensor.is_floating_point()) for tensor in inputs
-        )
+        entered = tuple(self._entered(tensor, needs_grad) for tensor in inputs)
         outputs = _checked(self.index, self._apply(entered))
         if torch.is_grad_enabled():
             self._in_flight[microbatch] = _InFlight(entered, outputs)
@@ -162,7 +186,7 @@ class Stage:
         entered: list[Tensor] = []
         kept: list[Tensor | Entrance] = []
         for tensor in inputs:
-            given, entrance = tensor.detach(), spec_of(tensor)
+            given, entrance = self._entered(tensor, False), spec_of(tensor)
             if needs_grad and tensor.is_floating_point():
                 given, entrance = enter(tensor)
             entered.append(given)
@@ -170,6 +194,12 @@ class Stage:
         outputs = _checked(self.index, self._apply(tuple(entered)))
         self._in_flight[microbatch] = _InFlight(tuple(kept), tuple(map(spec_of, outputs)), edges_of(outputs))
         return outputs
+
+    def _entered(self, tensor: Tensor, needs_grad: bool) -> Tensor:
+        """What the module is given for `tensor`. One that needs a gradient itself is the user's: it keeps its graph."""
+        if self.index == 0 and tensor.requires_grad:
+            return tensor
+        return tensor.detach().requires_grad_(needs_grad and tensor.is_floating_point())
 
     def outputs_of(self, microbatch: int) -> tuple[Tensor, ...]:
         assert microbatch in self._in_flight, (
@@ -209,9 +239,9 @@ class Stage:
             if any(isinstance(root, GradientEdge) or root.requires_grad for root in roots):
                 # Autograd takes edges as well.
                 self._differentiate(cast("list[Tensor]", roots), grads)
-        return tuple(
-            gradient_of(entered) for entered in state.inputs if self.index > 0 and is_floating(entered)
-        )
+        floating_inputs = [entered for entered in state.inputs if self.index > 0 and is_floating(entered)]
+        self.passes_on |= any(entered.grad is not None for entered in floating_inputs)
+        return tuple(map(gradient_of, floating_inputs))
 
     def _apply(self, inputs: tuple[Tensor, ...]) -> object:
         """The module's outputs; a subclass may have somebody else call it."""
@@ -233,6 +263,11 @@ class Stage:
         """Drop every micro-batch in flight, after a step that failed."""
         self._in_flight.clear()
         self.weight_grads.discard()
+
+    def close(self) -> None:
+        """Give the module's layers their own forward back; the stage runs no more."""
+        self.discard()
+        release(self.module, self.weight_grads)
 
 
 def _checked(stage: int, outputs: object) -> tuple[Tensor, ...]:

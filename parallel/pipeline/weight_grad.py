@@ -4,21 +4,27 @@ Zero-bubble schedules (Qi et al., arXiv 2401.10241) split a backward into I, the
 previous stage waits for, and W, the weight gradient that nobody waits for. `split_linear` is the operator,
 `WeightGradStore` keeps what W needs under its micro-batch until the schedule asks for it. A store belongs to
 one stage, so nothing is global and W may come in any order. `split_grouped_linear` is the same for a stack of
-experts.
+experts. Which layers of a module use them is told in adoption.py.
+
+Note [What is filed]
+A weight gradient is filed where plain torch would have added it to `.grad` in the backward that runs, and nowhere
+else. torch.autograd.grad for an input, taken within a forward, does not reach the weight, and torch.autograd.grad for
+the weight wants the gradient itself: then it is returned as any other. So it is where the backward is differentiated
+again (create_graph), and where somebody watches the parameter by a hook, which autograd has to call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from parallel.fp8 import GRADIENTS, fp8_product
 
@@ -37,6 +43,14 @@ class WeightGradSink(Protocol):
         """
         ...
 
+    def is_watched(self, parameter: nn.Parameter) -> bool:
+        """Whether hooks are to see the gradient of `parameter`, which then goes through autograd."""
+        ...
+
+
+def _is_never_watched(parameter: nn.Parameter) -> bool:
+    return False
+
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
@@ -51,11 +65,16 @@ class WeightGradStore:
     """The weight gradients of one stage: computed at once, or kept per micro-batch until `run`.
 
     gradient_buffer: returns the tensor (parameter's shape, any float dtype) that a gradient is added to.
+    is_watched: see `WeightGradSink`.
     held_bytes, peak_held_bytes: memory kept alive for W, each tensor counted once.
     """
 
-    def __init__(self, gradient_buffer: Callable[[nn.Parameter], Tensor]) -> None:
-        self._gradient_buffer = gradient_buffer
+    def __init__(
+        self,
+        gradient_buffer: Callable[[nn.Parameter], Tensor],
+        is_watched: Callable[[nn.Parameter], bool] = _is_never_watched,
+    ) -> None:
+        self._gradient_buffer, self._is_watched = gradient_buffer, is_watched
         self._microbatch: int | None = None
         self._held: dict[int, list[_Deferred]] = {}
         self.held_bytes = 0
@@ -74,6 +93,9 @@ class WeightGradStore:
             self._microbatch = None
             self.held_bytes += _bytes_of(self._held[microbatch])
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    def is_watched(self, parameter: nn.Parameter) -> bool:
+        return self._is_watched(parameter)
 
     def add(self, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, grad_output: Tensor) -> None:
         self._take(_Deferred(weight, bias, x.detach(), grad_output.detach()))
@@ -138,33 +160,78 @@ def _bytes_of(held: list[_Deferred]) -> int:
     return sum(tensors.values())
 
 
+def is_filed(ctx: Any, *positions: int) -> bool:
+    """Within the backward of a Function: whether the gradients at `positions` of its tensors go to the sink of `ctx`.
+
+    See Note [What is filed]. Those positions are parameters that need a gradient.
+    """
+    if ctx.sink is None or torch.is_grad_enabled():
+        return False
+    nodes = [ctx.next_functions[position][0] for position in positions]
+    return all(
+        node is not None and _is_executed(node) and not ctx.sink.is_watched(node.variable) for node in nodes
+    )
+
+
+def _is_executed(node: Any) -> bool | None:
+    """Whether the backward that runs accumulates at `node`, a parameter's; None: it hands that gradient out."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # pyright: ignore
+    except RuntimeError:  # torch.autograd.grad for the parameter itself
+        return None
+
+
+def is_wanted(ctx: Any, position: int) -> bool:
+    """Within the backward of a Function: whether anybody takes the gradient at `position` of its tensors."""
+    node = ctx.next_functions[position][0]
+    return node is not None and _is_executed(node) is not False
+
+
 class _SplitLinear(torch.autograd.Function):
-    """y = x W^T + b, with dX returned by backward and dW, db handed to a sink."""
+    """y = x W^T + b, with dX returned by backward and dW, db handed to a sink or returned as well."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink, fp8: bool
     ) -> Tensor:
         out = _linear(x, weight, bias, fp8)
+        if (
+            out._is_view()
+        ):  # of three dimensions it is; autograd lets nobody change a Function's view in place
+            out = torch.ops.aten._unsafe_view(out, out.shape)
         ctx.fp8 = fp8
         ctx.x_dtype = x.dtype
-        # Under autocast the product is of a lower precision, and so is what its backward multiplies.
-        ctx.save_for_backward(x.to(out.dtype))
+        # A frozen weight needs no input kept.
+        ctx.save_for_backward(x.to(out.dtype) if ctx.needs_input_grad[1] else None)
         # The Parameter object itself: its storage may be freed and filled again (ZeRO-3) before backward.
         ctx.weight, ctx.bias, ctx.sink = weight, bias, sink
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (grad_output,) = grad_outputs
-        (x,) = ctx.saved_tensors
-        grad_x = None
+        x: Tensor | None = ctx.saved_tensors[0]
+        weight: nn.Parameter = ctx.weight
+        bias: nn.Parameter | None = ctx.bias
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0] and ctx.fp8:
-            grad_x = fp8_product(grad_output, ctx.weight.detach().t(), GRADIENTS)
+            assert not torch.is_grad_enabled(), "a product in fp8 is not differentiated twice"
+            grad_x = fp8_product(grad_output, weight.detach().t(), GRADIENTS)
         elif ctx.needs_input_grad[0]:
-            grad_x = grad_output.matmul(ctx.weight.to(grad_output.dtype)).to(ctx.x_dtype)
-        ctx.sink.add(ctx.weight, ctx.bias, x, grad_output)
-        return grad_x, None, None, None, None
+            grad_x = grad_output.matmul(weight.to(grad_output.dtype)).to(ctx.x_dtype)
+        positions = [position for position in (1, 2) if ctx.needs_input_grad[position]]
+        if x is not None and is_filed(ctx, *positions):
+            ctx.sink.add(weight, bias if 2 in positions else None, x, grad_output)
+            return grad_x, None, None, None, None
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        if 1 in positions and is_wanted(ctx, 1):
+            assert x is not None
+            grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(weight.dtype)
+        if 2 in positions and bias is not None and is_wanted(ctx, 2):
+            grad_bias = rows.sum(0).to(bias.dtype)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool) -> Tensor:
@@ -184,15 +251,25 @@ def split_linear(
 ) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> [..., out]; the weight gradient goes to `sink`.
 
-    Without a sink, or where no gradient is wanted, it is torch.nn.functional.linear. fp8: see parallel/fp8.py.
+    Without a sink, or where no gradient is wanted, it is torch.nn.functional.linear; so it is under the transforms of
+    torch.func and in forward mode, which take no Function of this kind. fp8: see parallel/fp8.py.
     """
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return _linear(x, weight, bias, fp8)
-    if sink is None:
+    if sink is None or _is_transformed():
         assert not fp8, "a product in fp8 has no weight gradient of its own"
         return F.linear(x, weight, bias)
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype is not torch.float64:
+        # As the product would do it, but in the graph.
+        x = x.to(torch.get_autocast_dtype(device_type))
     apply = cast(Callable[..., Tensor], _SplitLinear.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(x, weight, bias, sink, fp8)
+
+
+def _is_transformed() -> bool:
+    forward_level = cast(int, getattr(torch.autograd.forward_ad, "_current_level", -1))
+    return forward_level >= 0 or bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
 
 
 # What torch.nn.functional.grouped_mm takes: these types, and strides of so many bytes.
@@ -247,15 +324,16 @@ class _SplitGroupedLinear(torch.autograd.Function):
         return grouped_product(x, weight.detach().transpose(1, 2), ends)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_output = grad_outputs[0].contiguous()
         x, ends = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = grouped_product(grad_output, ctx.weight.detach(), ends)
-        if ctx.sink is not None:
+        if ctx.needs_input_grad[1] and is_filed(ctx, 1):
             ctx.sink.add_grouped(ctx.weight, x, grad_output, ends)
-        elif ctx.needs_input_grad[1]:
+        elif ctx.needs_input_grad[1] and is_wanted(ctx, 1):
             grad_weight = grouped_weight_gradient(x, grad_output, ends)
         return grad_x, grad_weight, None, None
 
@@ -269,60 +347,3 @@ def split_grouped_linear(
     """
     apply = cast(Callable[..., Tensor], _SplitGroupedLinear.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(x, weight, ends, sink)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adoption:
-    """Which parameters of a stage have a deferrable weight gradient, by name, and which do not.
-
-    The gradients of `immediate` parameters (norms, embeddings, convolutions, layers of a kind that is not
-    known here) are computed in I, together with the input gradient.
-    """
-
-    deferred: tuple[str, ...] = ()
-    immediate: tuple[str, ...] = field(default=())
-
-
-class SplitLayer(Protocol):
-    """A layer written for deferral: it calls `split_linear` with its sink."""
-
-    weight_grad_sink: WeightGradSink | None
-
-    def deferrable_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those whose gradient goes to the sink."""
-        ...
-
-
-def adopt(module: nn.Module, sink: WeightGradSink) -> Adoption:
-    """Make every linear layer of `module` file its weight gradient in `sink`.
-
-    A layer is a `SplitLayer` or exactly torch.nn.Linear; a subclass may compute something else and keeps its
-    own backward, and so does one whose weight is computed from other parameters (torch.nn.utils.weight_norm).
-    """
-    deferred: set[int] = set()
-    immediate: set[int] = set()
-    for layer in module.modules():
-        own_names = dict(layer.named_parameters(recurse=False))
-        own = {id(parameter) for parameter in own_names.values()}
-        here: set[int] = set()
-        if hasattr(layer, "weight_grad_sink"):
-            split = cast(SplitLayer, layer)
-            split.weight_grad_sink = sink
-            here = {id(parameter) for parameter in split.deferrable_parameters()}
-        elif type(layer) is nn.Linear and "weight" in own_names:
-            layer.forward = partial(_linear_forward, layer, sink)  # type: ignore[method-assign]
-            here = own
-        deferred |= here
-        immediate |= own - here
-    # A tied embedding is both: part of its gradient comes with the input gradient.
-    deferred -= immediate
-    named = list(module.named_parameters())
-    return Adoption(
-        deferred=tuple(name for name, parameter in named if id(parameter) in deferred),
-        immediate=tuple(name for name, parameter in named if id(parameter) not in deferred),
-    )
-
-
-def _linear_forward(layer: nn.Linear, sink: WeightGradSink, x: Tensor) -> Tensor:
-    weight, bias = cast("tuple[nn.Parameter, nn.Parameter | None]", (layer.weight, layer.bias))
-    return split_linear(x, weight, bias, sink)

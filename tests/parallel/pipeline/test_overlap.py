@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.collectives import Axis
+from parallel.groups import new_group
 from parallel.mesh import MeshConfig, build_mesh
 from parallel.pipeline.action import Kind
 from parallel.pipeline.api import build_pipeline
 from parallel.pipeline.overlap import Half, Interleaver
-from parallel.pipeline.p2p import new_group
 from parallel.pipeline.passes import lower, why_not_overlapped
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedules.registry import generate
