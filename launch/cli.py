@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from framework.redaction import redacted
-from launch.help import COMMANDS, command_help, foreign_options, program_help
+from counterflow.framework.redaction import redacted
+from counterflow.launch.help.commands import COMMANDS, command_help, foreign_options, program_help
 
 if TYPE_CHECKING:
-    from framework.config import TrainConfig
-    from launch.compose import Recorded
+    from counterflow.framework.config.tree import TrainConfig
+    from counterflow.launch.compose import Recorded
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _VALUE_OPTIONS = ("--out", "--cfg", "--config-dir", "--step")
@@ -167,7 +167,7 @@ def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
         return EXIT_OK, _bench(arguments)
     if arguments.command == "balance":
         return EXIT_OK, _balance(arguments)
-    from launch.compose import (
+    from counterflow.launch.compose import (
         compose_config,
         compose_recorded,
         expand_sweep,
@@ -198,8 +198,8 @@ def _run_all(
     arguments: Arguments, combinations: Sequence[Sequence[str]], configs: Sequence[TrainConfig]
 ) -> tuple[int, list[dict[str, Any]]]:
     """One run after another; one that fails does not keep the next from running, a signal does."""
-    from framework.errors import RunFailedError
-    from launch.compose import compose_recorded
+    from counterflow.framework.errors import RunFailedError
+    from counterflow.launch.compose import compose_recorded
 
     results: list[dict[str, Any]] = []
     code = EXIT_OK
@@ -226,7 +226,7 @@ def _code_of(result: dict[str, Any] | None) -> int:
 
 
 def _check(command: str, config: TrainConfig) -> None:
-    from framework.config_rules import build_schedule, check
+    from counterflow.framework.checks.rules import build_schedule, check
 
     if command == "simulate":
         build_schedule(config.schedule, config.parallel)
@@ -242,7 +242,7 @@ def _dispatch(
         return _simulate(config, out)
     if arguments.command == "plan":
         return _plan(config, arguments)
-    from launch.train import LaunchOptions
+    from counterflow.launch.commands.train import LaunchOptions
 
     options = LaunchOptions(
         out=out,
@@ -251,15 +251,15 @@ def _dispatch(
         config_values=recorded.mapping,
     )
     if arguments.command == "train":
-        from launch.train import run
+        from counterflow.launch.commands.train import run
 
         return run(config, options)
     if arguments.command == "parity":
-        from launch.parity import print_result, run
+        from counterflow.launch.commands.parity import print_result, run
     elif arguments.command == "profile":
-        from launch.profile import print_result, run
+        from counterflow.launch.commands.profile import print_result, run
     else:
-        from launch.memory import print_result, run
+        from counterflow.launch.commands.memory import print_result, run
     result = run(config, options)
     print_result(result)
     return result
@@ -268,8 +268,8 @@ def _dispatch(
 def _simulate(config: TrainConfig, out: Path | None) -> dict[str, Any]:
     from rich.console import Console
 
-    from framework.config_mapping import config_hash
-    from launch.simulate import run
+    from counterflow.framework.config.mapping import config_hash
+    from counterflow.launch.commands.simulate import run
 
     name = f"{config.schedule.name}-p{config.parallel.pipeline_parallel_size}-m{config.schedule.num_microbatches}"
     # The same schedule and costs give the same pictures, so they have one folder.
@@ -282,7 +282,7 @@ def _plan(config: TrainConfig, arguments: Arguments) -> dict[str, Any]:
         raise UsageError("plan: layouts are not searched yet, only the model is counted; add --model-only")
     from rich.console import Console
 
-    from launch.plan import run
+    from counterflow.launch.commands.plan import run
 
     # A sweep ends in one table of all.
     return run(config, console=Console(quiet=arguments.multirun))
@@ -296,7 +296,7 @@ def _timeline(arguments: Arguments) -> dict[str, Any]:
         )
     from rich.console import Console
 
-    from launch.timeline import run
+    from counterflow.launch.commands.timeline import run
 
     return run(Path(arguments.overrides[0]), arguments.step, console=Console())
 
@@ -308,7 +308,7 @@ def _balance(arguments: Arguments) -> dict[str, Any]:
         )
     from rich.console import Console
 
-    from launch.balance import plan_from, run
+    from counterflow.launch.commands.balance import plan_from, run
 
     run_dir = Path(arguments.overrides[0])
     return run(run_dir, plan_from(arguments.overrides[1:]), arguments.out or run_dir, console=Console())
@@ -317,7 +317,7 @@ def _balance(arguments: Arguments) -> dict[str, Any]:
 def _bench(arguments: Arguments) -> dict[str, Any]:
     from rich.console import Console
 
-    from launch.bench import run
+    from counterflow.launch.bench.run import run
 
     return run(arguments.overrides, arguments.out, console=Console())
 
@@ -343,7 +343,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return EXIT_USAGE, f"{error}\n`counterflow --help` shows how the command line is put together"
     if isinstance(error, BrokenPipeError):
         return EXIT_OK, ""
-    from framework.errors import RunFailedError, RunInterruptedError
+    from counterflow.framework.errors import RunFailedError, RunInterruptedError
 
     if isinstance(error, RunInterruptedError):
         return 128 + error.signal_number, str(error)

@@ -1,7 +1,7 @@
 """From the command line to a checked TrainConfig: the only module that sees Hydra and OmegaConf.
 
 Overrides are looked at before Hydra composes, so that a mistake is told in the words of this config; Hydra then
-composes over a schema of the dataclasses' defaults, and `framework.config_rules` checks the result.
+composes over a schema of the dataclasses' defaults, and `counterflow.framework.checks.rules` checks the result.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from framework.config import TrainConfig
-from framework.config_mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
-from framework.errors import ConfigError
-from framework.redaction import redacted, without_secrets
-from parallel.pipeline.schedules.registry import all_schedules
+from counterflow.framework.config.mapping import (
+    config_hash,
+    dotted_names,
+    from_mapping,
+    to_mapping,
+    unknown_key,
+)
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.errors import ConfigError
+from counterflow.framework.redaction import redacted, without_secrets
+from counterflow.parallel.pipeline.schedules.registry import all_schedules
 
-_CONF = "conf"
+_CONF = "counterflow.conf"
 _ROOT = "train"
 
 
@@ -43,7 +49,7 @@ class Recorded:
 
 def find_choices(config_dir: Path | None = None) -> Choices:
     """The groups of the package `conf`, every schedule there is, and what the user's `config_dir` adds."""
-    import conf
+    from counterflow import conf
 
     options: dict[str, set[str]] = {"schedule": set(all_schedules())}
     roots = [Path(folder) for folder in conf.__path__] + ([config_dir] if config_dir else [])
@@ -174,7 +180,7 @@ def _texts(value: Any) -> list[str]:
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> TrainConfig:
     """The config of these overrides, its names, types and each node's rules checked.
 
-    Rules that cross nodes are `framework.config_rules.check`: not every command needs a model that fits.
+    Rules that cross nodes are `counterflow.framework.checks.rules.check`: not every command needs a model that fits.
     Raises ConfigError: naming every mistake.
     """
     return from_mapping(TrainConfig, compose_mapping(overrides, config_dir))

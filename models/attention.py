@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import ModelConfig
-from models.norm import RMSNorm
-from models.positions import RotaryTable, rotate, softmax_scale
-from parallel.collectives import Axis
-from parallel.layers import (
+from counterflow.models.config import ModelConfig
+from counterflow.models.norm import RMSNorm
+from counterflow.models.positions import RotaryTable, rotate, softmax_scale
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.tensor.layers import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from models.config import ModelConfig
-from models.recompute import NOTHING, Parts, Plan
+from counterflow.models.config import ModelConfig
+from counterflow.models.recompute import NOTHING, Parts, Plan
 
 LayerKind = Literal["dense", "moe", "mtp"]
 

@@ -1,20 +1,20 @@
-"""Which linear layers of a model multiply in fp8 (see parallel/fp8.py), and which shapes they may have. No torch."""
+"""Which linear layers of a model multiply in fp8 (parallel/ops/fp8.py), and which shapes they may have. No torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from models.config import ModelConfig
+from counterflow.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from models.transformer import TransformerStage
+    from counterflow.models.transformer import TransformerStage
 
 _MULTIPLE = 16
 
 
 def use_fp8(stage: TransformerStage) -> None:
     """Make the linear layers of attention, of MLPs and of shared experts multiply in fp8; not those of routed ones."""
-    from parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+    from counterflow.parallel.tensor.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
     for module in stage.layers.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):

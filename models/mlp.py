@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import ModelConfig
-from parallel.collectives import Axis
-from parallel.layers import ColumnParallelLinear, RowParallelLinear, enter_tensor_parallel
+from counterflow.models.config import ModelConfig
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, enter_tensor_parallel
 
 
 class SwiGLU(nn.Module):

@@ -1,6 +1,7 @@
 """A mixture of experts in place of the MLP: router, experts wherever they are, shared experts.
 
-Shared and fine-grained experts are DeepSeekMoE's (arXiv 2401.06066); the exchange of tokens is in parallel/expert.py.
+Shared and fine-grained experts are DeepSeekMoE's (arXiv 2401.06066); the exchange of tokens is in
+parallel/expert/exchange.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.config import ModelConfig
-from models.mlp import SwiGLU
-from models.router import Router
-from parallel.collectives import Axis, gather_from_tensor_parallel, split_to_tensor_parallel
-from parallel.expert import (
+from counterflow.models.config import ModelConfig
+from counterflow.models.mlp import SwiGLU
+from counterflow.models.router import Router
+from counterflow.parallel.collectives import Axis, gather_from_tensor_parallel, split_to_tensor_parallel
+from counterflow.parallel.expert.exchange import (
     ExpertParallel,
     ExpertTable,
     begin_exchange,
@@ -26,9 +27,9 @@ from parallel.expert import (
     dispatch,
     rows_by_slot,
 )
-from parallel.layers import SEQUENCE_DIM
-from parallel.parameters import ParameterPlacement, place, placement_of
-from parallel.pipeline.weight_grad import WeightGradSink, split_grouped_linear
+from counterflow.parallel.ops.weight_grad import WeightGradSink, split_grouped_linear
+from counterflow.parallel.parameters import ParameterPlacement, place, placement_of
+from counterflow.parallel.tensor.layers import SEQUENCE_DIM
 
 
 class GroupedLinear(nn.Module):

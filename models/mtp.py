@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from models.config import ModelConfig
-from models.norm import hidden_norm
-from parallel.collectives import Axis
-from parallel.layers import ReplicatedLinear, VocabParallelEmbedding
+from counterflow.models.config import ModelConfig
+from counterflow.models.norm import hidden_norm
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.tensor.layers import ReplicatedLinear, VocabParallelEmbedding
 
 IGNORED = -100
 

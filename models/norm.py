@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import ModelConfig
-from parallel.parameters import ParameterPlacement, place
+from counterflow.models.config import ModelConfig
+from counterflow.parallel.parameters import ParameterPlacement, place
 
 # (x, weight, bias, eps) -> the norm over the last dim; another implementation of the same, by another library.
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from models.config import ModelConfig
-from models.cost import head_forward_flops, layer_forward_flops, layer_indices
+from counterflow.models.config import ModelConfig
+from counterflow.models.cost import head_forward_flops, layer_forward_flops, layer_indices
 
 # What a byte of memory traffic counts in FLOPs, for the embedding, which multiplies nothing. Processors differ
 # by a factor of thirty; measured on CPU, 10 puts the embedding of small models within 2x of its time.

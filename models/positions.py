@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.config import ModelConfig, YarnConfig
-from parallel.collectives import Axis
-from parallel.parameters import ParameterPlacement, place
+from counterflow.models.config import ModelConfig, YarnConfig
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.parameters import ParameterPlacement, place
 
 
 class RotaryTable:

@@ -1,4 +1,4 @@
-"""Which parts of a model's layers are recomputed (config node `recompute`); parallel/recompute.py runs them."""
+"""Which parts of a model's layers are recomputed (config node `recompute`); parallel/ops/recompute.py runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from models.config import ModelConfig
+from counterflow.models.config import ModelConfig
 
 # A part of a layer, see RecomputeConfig; `block` is all of it.
 Part = Literal["block", "attention", "mlp", "moe", "experts", "shared_experts"]

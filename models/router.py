@@ -34,11 +34,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.config import ModelConfig, MoEConfig
-from parallel.collectives import Axis, all_gather_into, all_reduce
-from parallel.expert import positions_within
-from parallel.parameters import ParameterPlacement, place
-from parallel.pipeline.weight_grad import WeightGradSink, is_filed, is_wanted
+from counterflow.models.config import ModelConfig, MoEConfig
+from counterflow.parallel.collectives import Axis, all_gather_into, all_reduce
+from counterflow.parallel.expert.exchange import positions_within
+from counterflow.parallel.ops.weight_grad import WeightGradSink, is_filed, is_wanted
+from counterflow.parallel.parameters import ParameterPlacement, place
 
 # What `RouterState.sums` holds, each a sum over this rank's tokens.
 SUMS = ("entropy", "load_balance_loss", "sequence_balance_loss", "z_loss")

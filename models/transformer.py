@@ -9,19 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.attention import attention
-from models.config import ModelConfig
-from models.mlp import dense_mlp
-from models.moe import MoE
-from models.mtp import MTP
-from models.norm import LayerNorm, RMSNorm, hidden_norm
-from models.positions import LearnedPositions, RotaryTable, rotary_table
-from models.recompute import NOTHING, Parts, Plan
-from parallel.collectives import Axis
-from parallel.expert import ExpertParallel, even_placement
-from parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, enter_tensor_parallel
-from parallel.parameters import initialize, place, placement_of
-from parallel.recompute import recompute, recompute_module
+from counterflow.models.attention import attention
+from counterflow.models.config import ModelConfig
+from counterflow.models.mlp import dense_mlp
+from counterflow.models.moe import MoE
+from counterflow.models.mtp import MTP
+from counterflow.models.norm import LayerNorm, RMSNorm, hidden_norm
+from counterflow.models.positions import LearnedPositions, RotaryTable, rotary_table
+from counterflow.models.recompute import NOTHING, Parts, Plan
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.expert.exchange import ExpertParallel, even_placement
+from counterflow.parallel.ops.recompute import recompute, recompute_module
+from counterflow.parallel.parameters import initialize, place, placement_of
+from counterflow.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    enter_tensor_parallel,
+)
 
 
 class TransformerBlock(nn.Module):
@@ -100,7 +104,7 @@ class TransformerStage(nn.Module):
 
     The first stage takes tokens, int64 [B, S]; the others take hidden states [B, S, H], or [B, S/tp, H] under
     sequence parallelism, which is also what all but the last return. The last returns this rank's slice of
-    the logits, [B, S, padded vocab_size / tp]; columns past `vocab_size` are padding (see parallel/loss.py).
+    the logits, [B, S, padded vocab_size / tp]; columns past `vocab_size` are padding (see parallel/ops/loss.py).
 
     With tied embeddings a stage that is first and last has one parameter, `embedding.weight`, in both places;
     otherwise the last stage has a copy, `head.weight`, placed as tied to `embedding.weight`: their gradients

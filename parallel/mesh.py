@@ -138,7 +138,7 @@ class Mesh:
 
         torch keeps each group, with its threads and connections, until it is destroyed and nobody holds it.
         """
-        from parallel.groups import destroy_group
+        from counterflow.parallel.groups import destroy_group
 
         for group in self.made:
             destroy_group(group)
@@ -207,7 +207,7 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
     # Not above: configs are read before torch is needed, and importing it takes a second.
     import torch.distributed as dist
 
-    from parallel.groups import new_group as make_group
+    from counterflow.parallel.groups import new_group as make_group
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != config.world_size:

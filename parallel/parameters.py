@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from parallel.expert_copies import ExpertCopies
+from counterflow.parallel.expert.copies import ExpertCopies
 
 _ATTRIBUTE = "counterflow_placement"
 # Rows are drawn in blocks of about this many elements, each from its own seed, so that any slice of any

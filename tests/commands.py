@@ -19,17 +19,17 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 _PRELOADED = (
     "hydra",
-    "launch.cli",
-    "launch.compose",
-    "launch.elastic",
-    "launch.memory",
-    "launch.parity",
-    "launch.profile",
-    "launch.train",
-    "framework.memory",
-    "framework.parity",
-    "framework.profile",
-    "framework.train",
+    "counterflow.launch.cli",
+    "counterflow.launch.compose",
+    "counterflow.launch.ranks.elastic",
+    "counterflow.launch.commands.memory",
+    "counterflow.launch.commands.parity",
+    "counterflow.launch.commands.profile",
+    "counterflow.launch.commands.train",
+    "counterflow.framework.checks.memory",
+    "counterflow.framework.checks.parity",
+    "counterflow.framework.checks.profile",
+    "counterflow.framework.trainer.loop",
     "torch.distributed.launcher.api",
 )
 
@@ -74,7 +74,7 @@ def run_command(
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # The server is a Python of its own: it finds the project by this, and starts no compute threads by that.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / ".src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["OMP_NUM_THREADS"] = "1"
     context.set_forkserver_preload(list(_PRELOADED))
@@ -89,7 +89,7 @@ def _main(words: tuple[str, ...], folder: Path, environment: dict[str, str], str
         os.close(file)
     os.environ.update(environment)
     os.chdir(folder)
-    from launch.cli import main
+    from counterflow.launch.cli import main
 
     sys.argv = ["counterflow", *words]
     code = main()

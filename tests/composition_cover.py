@@ -12,9 +12,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from framework.compositions import REFUSALS
-from framework.config import TrainConfig
-from framework.features import FEATURES, active_features
+from counterflow.framework.config.compositions import REFUSALS
+from counterflow.framework.config.features import FEATURES, active_features
+from counterflow.framework.config.tree import TrainConfig
 from tests.tiny import MIXTURES, merged, tiny_config
 
 Pair = frozenset[str]
@@ -78,14 +78,14 @@ ELSEWHERE = {
     "context_parallel": "is refused altogether",
     "onebit_adam": "is refused altogether",
     "not_1f1b": "is what every schedule but one is",
-    "auto": "takes a second of search a case: tests/framework/test_parity.py",
-    "csv": "takes a file: tests/framework/test_parity.py",
+    "auto": "takes a second of search a case: tests/framework/checks/test_parity.py",
+    "csv": "takes a file: tests/framework/checks/test_parity.py",
     "fp8": "takes wider layers than the tiny model's: tests/framework/test_precision.py",
-    "offload": "takes a budget that follows the schedule: tests/framework/test_offload.py",
+    "offload": "takes a budget that follows the schedule: tests/framework/memory/test_offload.py",
     "batch_ramp": "takes several steps: tests/framework/test_batch_ramp.py",
     "documents": "takes batches of another kind: tests/framework/test_document_batches.py",
     "deepspeed_engine": "takes the package's own loop: tests/framework/deepspeed",
-    "cpu_adam": "is compiled at its first use: tests/framework/test_host_states.py",
+    "cpu_adam": "is compiled at its first use: tests/framework/optim/updaters/test_host_states.py",
 }
 
 # Alternatives: values of one setting, or of two of which the one says what the other is.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from framework.build import build
-from framework.config import TrainConfig
-from framework.metrics.record import StepRecord
-from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due
-from framework.train import seed_everything, train
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.checkpointing import resume, save_if_due
+from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.run import RunContext
 
 
 def run_steps(config: TrainConfig, run: RunContext, stop_after: int | None = None) -> list[StepRecord]:

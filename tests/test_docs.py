@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from framework.compositions import to_markdown
-from framework.config_rules import build_schedule, check
-from launch.balance import plan_from
-from launch.bench import config_of
-from launch.cli import parse
-from launch.compose import compose_config, expand_sweep, find_choices
-from launch.help import command_help
+from counterflow.framework.checks.rules import build_schedule, check
+from counterflow.framework.config.compositions import to_markdown
+from counterflow.launch.bench.run import config_of
+from counterflow.launch.cli import parse
+from counterflow.launch.commands.balance import plan_from
+from counterflow.launch.compose import compose_config, expand_sweep, find_choices
+from counterflow.launch.help.commands import command_help
 from tests.commands import ROOT, run_command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,7 +64,7 @@ def commands() -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / ".src")}
     return subprocess.run(
         words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
@@ -163,7 +163,9 @@ def test_make_target_of_the_docs_exists(line: str) -> None:
 def test_every_other_command_of_the_docs_is_known() -> None:
     """torchrun lines: one node's is run by tests of the library and the launcher, two nodes' cannot be here."""
     others = [line for line in commands() if not line.startswith(("counterflow", "make"))]
-    assert all("docs/examples/own_loop.py" in line or "-m launch.train" in line for line in others), others
+    assert all("docs/examples/own_loop.py" in line or "-m counterflow train" in line for line in others), (
+        others
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.config import TrainConfig
-from framework.config_mapping import from_mapping
-from framework.config_rules import check
-from framework.data.prepare import PreparedData, prepare
-from framework.run import RunContext
+from counterflow.framework.checks.rules import check
+from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData, prepare
+from counterflow.framework.trainer.run import RunContext
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.api import build_pipeline
 
 WIDTH, NUM_MICROBATCHES = 32, 8
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.bench.compute import timed
-from models.config import ModelConfig
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis, ByteMeter
-from parallel.compress.gradients import GradientReduction
-from parallel.compress_config import CompressionConfig
-from parallel.loss import vocab_parallel_cross_entropy
+from counterflow.framework.bench.compute import timed
+from counterflow.models.config import ModelConfig
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.gradients import GradientReduction
+from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 
 NONE = "none"
 _VOCAB_SIZE = 4096

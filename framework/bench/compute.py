@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from models.config import ModelConfig
-from models.partition import partition
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis
-from parallel.loss import vocab_parallel_cross_entropy
-from parallel.pipeline.api import build_pipeline
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.simulate import Costs, simulate
+from counterflow.models.config import ModelConfig
+from counterflow.models.partition import partition
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 VOCAB_SIZE = 4096
 MODEL = ModelConfig(

@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from framework.activations import saved_bytes
-from framework.assembly import Assembly
-from framework.bench.config import MemoryBenchConfig
-from framework.build import build
-from framework.config import TrainConfig
-from framework.config_mapping import from_mapping
-from framework.config_rules import check
-from framework.data.prepare import PreparedData
-from framework.metrics.timeline import measured_costs
-from framework.step import forward_backward
-from models.recompute import RecomputeConfig
-from parallel.offload.sizes import UnitBytes
-from parallel.offload.timing import CopyModel
-from parallel.offload_config import OffloadConfig
-from parallel.pipeline.costs import Costs
-from parallel.pipeline.simulate import simulate
-from parallel.pipeline.trace import Activity, Recorder, Trace
+from counterflow.framework.bench.config import MemoryBenchConfig
+from counterflow.framework.checks.rules import check
+from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.memory.activations import saved_bytes
+from counterflow.framework.metrics.timeline import measured_costs
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.step import forward_backward
+from counterflow.models.recompute import RecomputeConfig
+from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
+from counterflow.parallel.pipeline.analysis.costs import Costs
+from counterflow.parallel.pipeline.analysis.simulate import simulate
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
+from counterflow.parallel.pipeline.ir.trace import Activity, Recorder, Trace
 
 NONE, UNLIMITED = "none", "unlimited"
 _VOCAB_SIZE, _SEQ_LENGTH = 512, 128

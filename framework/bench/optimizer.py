@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.bench.compute import timed
-from framework.bench.sleeping import SleepCosts, Sleeper, SleepingStage
-from framework.optimizer import ModelOptimizer
-from framework.optimizer_config import OptimizerConfig
-from parallel.collectives import Axis
-from parallel.groups import new_group
-from parallel.pipeline.passes import lower
-from parallel.pipeline.runtime import Runtime
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.simulate import Costs, simulate
-from parallel.pipeline.stage import Stage
-from parallel.zero import ShardedStage
-from parallel.zero_config import ZeroConfig
+from counterflow.framework.bench.compute import timed
+from counterflow.framework.bench.sleeping import SleepCosts, Sleeper, SleepingStage
+from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.optimizer import ModelOptimizer
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.groups import new_group
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
+from counterflow.parallel.pipeline.runtime.stage import Stage
+from counterflow.parallel.pipeline.schedules.registry import generate
+from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 
 _SHAPE = (1, 8, 64)
 _WIDTH = 64

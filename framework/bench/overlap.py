@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.bench.compute import timed
-from framework.collector import frozen_objects
-from models.config import ModelConfig, MoEConfig
-from models.partition import partition
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis, ByteMeter
-from parallel.expert import (
+from counterflow.framework.bench.compute import timed
+from counterflow.framework.trainer.collector import frozen_objects
+from counterflow.models.config import ModelConfig, MoEConfig
+from counterflow.models.partition import partition
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.expert.exchange import (
     CommunicationPoint,
     ExpertParallel,
     begin_exchange,
@@ -30,17 +30,17 @@ from parallel.expert import (
     dispatch,
     even_placement,
 )
-from parallel.loss import vocab_parallel_cross_entropy
-from parallel.mesh import MeshConfig, build_mesh
-from parallel.pipeline.action import Kind, Schedule
-from parallel.pipeline.adoption import adopt
-from parallel.pipeline.overlap import Interleaver
-from parallel.pipeline.passes import lower
-from parallel.pipeline.runtime import Runtime
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.stage import PlainParameters, Stage
-from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
-from parallel.pipeline.weight_grad import WeightGradStore
+from counterflow.parallel.mesh import MeshConfig, build_mesh
+from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
+from counterflow.parallel.ops.weight_grad import WeightGradStore
+from counterflow.parallel.pipeline.adoption import adopt
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
+from counterflow.parallel.pipeline.runtime.overlap import Interleaver
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
+from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 NUM_RANKS, PIPELINE_RANKS, EXPERT_RANKS = 4, 2, 2
 LAYERS_PER_STAGE = 2

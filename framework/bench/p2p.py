@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from framework.bench.compute import timed
-from framework.bench.sleeping import SleepCosts, Sleeper, our_step
-from parallel.pipeline.action import Kind
-from parallel.pipeline.p2p import Channel, Transport, specs_of
-from parallel.pipeline.schedules.registry import generate
+from counterflow.framework.bench.compute import timed
+from counterflow.framework.bench.sleeping import SleepCosts, Sleeper, our_step
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.runtime.p2p import Channel, Transport, specs_of
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 Case = Literal["contiguous", "transposed", "1f1b step", "dualpipe_v step"]
 CASES: tuple[Case, ...] = ("contiguous", "transposed", "1f1b step", "dualpipe_v step")

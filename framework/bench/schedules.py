@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from framework.bench.compute import timed
-from framework.bench.sleeping import TORCH_SCHEDULES, SleepCosts, Sleeper, our_step, torch_step
-from framework.collector import frozen_objects
-from parallel.pipeline.passes import send_early
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.simulate import Costs, simulate
+from counterflow.framework.bench.compute import timed
+from counterflow.framework.bench.sleeping import TORCH_SCHEDULES, SleepCosts, Sleeper, our_step, torch_step
+from counterflow.framework.trainer.collector import frozen_objects
+from counterflow.parallel.pipeline.analysis.passes import send_early
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel.parameters import ParameterPlacement, expert_runs
+from counterflow.parallel.parameters import ParameterPlacement, expert_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from framework.checkpoint.box import TensorBox
+from counterflow.framework.checkpoint.box import TensorBox
 
 # (name, offsets, sizes): equal keys are copies of one box.
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from framework.checkpoint.manifest import (
+from counterflow.framework.checkpoint.manifest import (
     INDEX,
     CheckpointError,
     FileRecord,
@@ -56,7 +56,7 @@ from framework.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from framework.checkpoint.planner import narrow, num_bytes_of, tensor_data_of
+from counterflow.framework.checkpoint.planner import narrow, num_bytes_of, tensor_data_of
 
 # Names of dtypes in the safetensors format (https://huggingface.co/docs/safetensors).
 _DTYPE_NAMES = {

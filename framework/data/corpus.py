@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from framework.data.config import DataConfig
+from counterflow.framework.data.config import DataConfig
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 # A longer text is read in pieces of about this many characters: memory stays bounded and a corpus of one

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from framework.data.batch_plan import StepBatch
-from framework.data.loader import Batch, TokenDataset, permute
+from counterflow.framework.data.batch_plan import StepBatch
+from counterflow.framework.data.loader import Batch, TokenDataset, permute
 
 # What cross-entropy gives no loss: targets of padding.
 IGNORED = -100

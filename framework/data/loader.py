@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from framework.data.batch_plan import BatchPlan, StepBatch
-from framework.data.shards import SplitIndex, read_index
+from counterflow.framework.data.batch_plan import BatchPlan, StepBatch
+from counterflow.framework.data.shards import SplitIndex, read_index
 
 _ROUNDS = 6
 _U64 = (1 << 64) - 1

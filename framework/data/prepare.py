@@ -25,11 +25,18 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from framework.data import corpus
-from framework.data import tokenizer as bpe
-from framework.data.config import DataConfig, TokenizerConfig
-from framework.data.corpus import CorpusSummary, Document, SourceFile
-from framework.data.shards import SHARD_TOKENS, SplitIndex, SplitWriter, check_hashes, dtype_for, read_index
+from counterflow.framework.data import corpus
+from counterflow.framework.data import tokenizer as bpe
+from counterflow.framework.data.config import DataConfig, TokenizerConfig
+from counterflow.framework.data.corpus import CorpusSummary, Document, SourceFile
+from counterflow.framework.data.shards import (
+    SHARD_TOKENS,
+    SplitIndex,
+    SplitWriter,
+    check_hashes,
+    dtype_for,
+    read_index,
+)
 
 # (what is being done, share done in 0..1)
 Progress = Callable[[str, float], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from framework.config import TrainConfig
+    from counterflow.framework.config.tree import TrainConfig
 
 # It prints a line of its own each so many steps; the trainer has records of every step.
 _NEVER = 1 << 31

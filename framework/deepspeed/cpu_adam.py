@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.deepspeed.start import import_deepspeed, logger, why_not
-from framework.optimizer_config import OptimizerConfig
-from framework.updaters import STATE_NAMES, Part, Updater
+from counterflow.framework.deepspeed.start import import_deepspeed, logger, why_not
+from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.updaters.updater import STATE_NAMES, Part, Updater
 
 
 def is_built() -> bool:

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.config import TrainConfig
-from framework.deepspeed.config import deepspeed_config
-from framework.deepspeed.start import start
-from framework.optimizer import ModelOptimizer, sum_of_squares
-from framework.updaters import TorchAdamW
-from parallel.collectives import Axis, all_reduce
-from parallel.mesh import Mesh
-from parallel.parameters import initialize, place, placement_of
-from parallel.pipeline.stage import PlainParameters, Stage
-from parallel.pipeline.trace import Recorder
-from parallel.zero import PersistentBytes
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.deepspeed.config import deepspeed_config
+from counterflow.framework.deepspeed.start import start
+from counterflow.framework.optim.optimizer import ModelOptimizer, sum_of_squares
+from counterflow.framework.optim.updaters.updater import TorchAdamW
+from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.mesh import Mesh
+from counterflow.parallel.parameters import initialize, place, placement_of
+from counterflow.parallel.pipeline.ir.trace import Recorder
+from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.zero.unit import PersistentBytes
 
 
 class ModelParallelUnit:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from framework.metrics.record import RunSummary, StepRecord
-from framework.metrics.sinks import Status
+from counterflow.framework.metrics.record import RunSummary, StepRecord
+from counterflow.framework.metrics.sinks import Status
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ASCII_SPARKS = "_.-~=*#@"

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from framework.metrics.record import RunSummary, StepRecord
-from framework.metrics.status import Status
-from framework.redaction import redacted
+from counterflow.framework.metrics.record import RunSummary, StepRecord
+from counterflow.framework.metrics.status import Status
+from counterflow.framework.redaction import redacted
 
 _log = logging.getLogger(__name__)
 _MAX_WAITING_CALLS = 10_000

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from framework.metrics.timeline import Timeline
-from parallel.pipeline.action import Kind
-from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, CopyInterval, Interval
+from counterflow.framework.metrics.timeline import Timeline
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, CopyInterval, Interval
 
 MEASURED, SIMULATED, COPIES = 1, 2, 3
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from framework.metrics.sinks import METRICS_FILE, iterate_records
+from counterflow.framework.metrics.sinks import METRICS_FILE, iterate_records
 
 _INK, _MUTED, _GRID = "#222222", "#666666", "#dddddd"
 _TRAIN, _VALIDATION = "#3b6fb6", "#d1662a"

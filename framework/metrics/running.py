@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from array import array
 
-from framework.metrics.record import Bubbles, RunSummary, StepRecord
+from counterflow.framework.metrics.record import Bubbles, RunSummary, StepRecord
 
 
 class RunningSummary:

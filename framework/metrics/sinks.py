@@ -17,11 +17,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from framework.metrics.config import LoggerConfig
-from framework.metrics.guarded import BackgroundSink, GuardedSink
-from framework.metrics.record import RunSummary, StepRecord
-from framework.metrics.status import Status
-from framework.redaction import without_secrets
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.metrics.guarded import BackgroundSink, GuardedSink
+from counterflow.framework.metrics.record import RunSummary, StepRecord
+from counterflow.framework.metrics.status import Status
+from counterflow.framework.redaction import without_secrets
 
 _log = logging.getLogger(__name__)
 _FINISH_TIMEOUT_S = 60

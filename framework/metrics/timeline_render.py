@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from framework.metrics.perfetto import trace_events
-from framework.metrics.timeline import FOLDER, Timeline, step_name, to_json
-from framework.metrics.timeline_scene import MUTED, Bar, Scene, Text, scene
-from parallel.pipeline.draw import CHARACTER, FAINT
+from counterflow.framework.metrics.perfetto import trace_events
+from counterflow.framework.metrics.timeline import FOLDER, Timeline, step_name, to_json
+from counterflow.framework.metrics.timeline_scene import MUTED, Bar, Scene, Text, scene
+from counterflow.parallel.pipeline.analysis.draw import CHARACTER, FAINT
 
 FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 

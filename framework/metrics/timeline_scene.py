@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from framework.metrics.timeline import Timeline
-from parallel.pipeline.action import Kind, Schedule
-from parallel.pipeline.draw import BACKGROUND, CHARACTER, COLOURS, FAINT, INK, MEANINGS
-from parallel.pipeline.trace import COMPUTE_ACTIVITIES, OTHER, Activity, exclusive
+from counterflow.framework.metrics.timeline import Timeline
+from counterflow.parallel.pipeline.analysis.draw import BACKGROUND, CHARACTER, COLOURS, FAINT, INK, MEANINGS
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, OTHER, Activity, exclusive
 
 # Pixels of the SVG; the PNG takes the same geometry.
 MIN_PLOT, MAX_PLOT, COMFORTABLE_ACTION = 900, 2200, 22

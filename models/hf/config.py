@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
-from models.hf.function import TRAINING, differences
-from models.hf.keys import FAMILIES, read_keys
-from models.hf.rope import rope_from_hf, rope_to_hf
+from counterflow.models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
+from counterflow.models.hf.function import TRAINING, differences
+from counterflow.models.hf.keys import FAMILIES, read_keys
+from counterflow.models.hf.rope import rope_from_hf, rope_to_hf
 
 Family = Literal["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2"]
 # What transformers has for the norms of latents, whatever rms_norm_eps is.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from models.config import ModelConfig
-from models.positions import rotary_scale, softmax_scale
+from counterflow.models.config import ModelConfig
+from counterflow.models.positions import rotary_scale, softmax_scale
 
 # Fields of `moe` that change nothing that the weights compute.
 TRAINING = ("bias_update_speed", "load_balance_loss", "sequence_balance_loss", "z_loss")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.config import ModelConfig, YarnConfig
-from models.positions import rotary_scale
+from counterflow.models.config import ModelConfig, YarnConfig
+from counterflow.models.positions import rotary_scale
 
 _DEFAULT_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 _YARN_KEYS = frozenset(

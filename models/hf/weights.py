@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.hf.config import family_of
-from models.moe import MoE
-from models.transformer import TransformerStage
-from parallel.collectives import Axis
+from counterflow.models.config import ModelConfig
+from counterflow.models.hf.config import family_of
+from counterflow.models.moe import MoE
+from counterflow.models.transformer import TransformerStage
+from counterflow.parallel.collectives import Axis
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

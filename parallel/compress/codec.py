@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.compress_config import CompressionConfig
+from counterflow.parallel.compress.config import CompressionConfig
 
 _SCALE_BYTES = 4
 # Times this, eight bytes of 0 or 1 have their bits side by side in the highest byte: no two of the 64 partial

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel.collectives import Axis
-from parallel.compress.codec import codec_of
-from parallel.compress.powersgd import PowerSGDReduction, plan_factors
-from parallel.compress.reduction import CodedReduction, PendingReduction, PlainReduction, Reduction
-from parallel.compress_config import CompressionConfig
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.compress.codec import codec_of
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.powersgd import PowerSGDReduction, plan_factors
+from counterflow.parallel.compress.reduction import (
+    CodedReduction,
+    PendingReduction,
+    PlainReduction,
+    Reduction,
+)
 
 
 class GradientReduction:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import Axis
+from counterflow.parallel.collectives import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.compress.codec import Codec
+from counterflow.parallel.compress.codec import Codec
 
 PIECE_ELEMENTS = 1 << 18
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.collectives import Axis, all_reduce
-from parallel.compress.reduction import PendingReduction, ReductionReport, Steps, fp32_bytes
+from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.compress.reduction import PendingReduction, ReductionReport, Steps, fp32_bytes
 
 # Factors have to be smaller than the matrix by this.
 _LEAST_GAIN = 2

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import Axis, all_reduce, reduce_scatter_into
-from parallel.compress.codec import Codec
-from parallel.compress.messages import Messages, exchange
-from parallel.compress.pieces import in_pieces
+from counterflow.parallel.collectives import Axis, all_reduce, reduce_scatter_into
+from counterflow.parallel.compress.codec import Codec
+from counterflow.parallel.compress.messages import Messages, exchange
+from counterflow.parallel.compress.pieces import in_pieces
 
 # A reduction as it goes: yields what is to be waited for (None: nothing) before it goes on; returns its report.
 Steps = Generator["dist.Work | Messages | None", None, "ReductionReport"]

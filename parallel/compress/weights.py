@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import Axis, all_gather_into
-from parallel.compress.codec import Codec, Float8, Integers
-from parallel.compress.messages import Messages, exchange
-from parallel.compress.pieces import PiecewiseCodec, in_pieces
-from parallel.compress_config import CompressionConfig
-from parallel.parameters import placement_of
+from counterflow.parallel.collectives import Axis, all_gather_into
+from counterflow.parallel.compress.codec import Codec, Float8, Integers
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.messages import Messages, exchange
+from counterflow.parallel.compress.pieces import PiecewiseCodec, in_pieces
+from counterflow.parallel.parameters import placement_of
 
 
 def weight_codec_of(config: CompressionConfig) -> Codec | None:

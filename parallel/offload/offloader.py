@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.offload.lane import Job, Lane
-from parallel.offload.sizes import Unit
-from parallel.offload.tier import Region, Tier
-from parallel.offload.unit import SavedUnit, Shared
-from parallel.pipeline.action import Kind
-from parallel.pipeline.trace import Recorder
+from counterflow.parallel.offload.lane import Job, Lane
+from counterflow.parallel.offload.tier import Region, Tier
+from counterflow.parallel.offload.unit import SavedUnit, Shared
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.offload_sizes import Unit
+from counterflow.parallel.pipeline.ir.trace import Recorder
 
 logger = logging.getLogger(__name__)
 

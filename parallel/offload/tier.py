@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.scratch_file import ScratchFile, in_pages
+from counterflow.parallel.scratch_file import ScratchFile, in_pages
 
 # A region is not taken for what is smaller than this part of it: another unit may need it whole.
 _FILLED = 0.75

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.pipeline.weight_grad import WeightGradSink, split_linear
+from counterflow.parallel.ops.weight_grad import WeightGradSink, split_linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

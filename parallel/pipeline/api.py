@@ -19,20 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.groups import destroy_group, new_group
-from parallel.pipeline.action import COMPUTE, Schedule
-from parallel.pipeline.overlap import Interleaver
-from parallel.pipeline.passes import lower
-from parallel.pipeline.runtime import Runtime
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.stage import PlainParameters, Stage
-from parallel.pipeline.ties import (
+from counterflow.parallel.groups import destroy_group, new_group
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
+from counterflow.parallel.pipeline.runtime.overlap import Interleaver
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
+from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.schedules.registry import generate
+from counterflow.parallel.pipeline.ties import (
     existing_parameters,
     refuse_ties_between_ranks,
     shared_parameters,
     unique_parameters,
 )
-from parallel.pipeline.verify import verify
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def build_pipeline(
         backward it is paired with.
     p2p_chunk_bytes: larger tensors travel between stages in chunks of at most this; None: whole.
     interleaver: where modules exchange tokens with other ranks, what they call `wait` of once a transfer has started
-        (parallel/pipeline/overlap.py); the halves of a pair then run together.
+        (parallel/pipeline/runtime/overlap.py); the halves of a pair then run together.
     group: None is every rank, or this process alone where torch.distributed is not initialised. Two-copy
         schedules start both copies of a stage from the parameters of the lower rank, and sum their gradients.
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import Axis, all_reduce
+from counterflow.parallel.collectives import Axis, all_reduce
 
 
 class GradientSum:

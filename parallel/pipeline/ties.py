@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.collectives import Axis, all_reduce
-from parallel.pipeline.action import Schedule
-from parallel.pipeline.operation import random_state, set_random_state
+from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.runtime.operation import random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.build import build
-from framework.checkpoint.manifest import read_metadata
-from framework.config import TrainConfig
-from framework.data.batch_plan import BatchRampConfig
-from framework.data.prepare import PreparedData
-from framework.metrics.record import StepRecord
-from framework.metrics.timeline import Timeline
-from framework.parity import reference_config
-from framework.resume import checkpoint_to_resume, resume_problems
-from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due
-from framework.train import seed_everything, train
-from framework.workload import Workload
-from parallel.pipeline.costs import Costs
-from parallel.pipeline.simulate import simulate
+from counterflow.framework.checkpoint.manifest import read_metadata
+from counterflow.framework.checks.parity import reference_config
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.batch_plan import BatchRampConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.metrics.timeline import Timeline
+from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.checkpointing import resume, save_if_due
+from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
+from counterflow.framework.trainer.run import RunContext
+from counterflow.parallel.pipeline.analysis.costs import Costs
+from counterflow.parallel.pipeline.analysis.simulate import simulate
 from tests.rank_pool import RankPool
 from tests.tiny import run_context, tiny_config
 

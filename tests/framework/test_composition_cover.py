@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from framework.compositions import REFUSALS, Refusal, refused
-from framework.config import TrainConfig
-from framework.config_mapping import from_mapping
-from framework.data.prepare import PreparedData
-from framework.run import RunContext
+from counterflow.framework.config.compositions import REFUSALS, Refusal, refused
+from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.trainer.run import RunContext
 from tests.composition_cover import (
     ALTERNATIVES,
     ELSEWHERE,

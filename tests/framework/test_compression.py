@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from framework.config import TrainConfig
-from framework.data.prepare import PreparedData, prepare
-from framework.memory import measure
-from framework.metrics.record import StepRecord
-from framework.run import RunContext
+from counterflow.framework.checks.memory import measure
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData, prepare
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.trainer.run import RunContext
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import MIXTURES, run_context, tiny_config

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framework.checkpoint.manifest import read_metadata
-from framework.config import TrainConfig
-from framework.data.prepare import PreparedData
-from framework.data.shards import SplitWriter
-from framework.errors import ConfigError
-from framework.parity import reference_config
-from framework.resume import checkpoint_to_resume, resume_problems
+from counterflow.framework.checkpoint.manifest import read_metadata
+from counterflow.framework.checks.parity import reference_config
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.data.shards import SplitWriter
+from counterflow.framework.errors import ConfigError
+from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
 from tests.framework.test_batch_ramp import run_steps
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config

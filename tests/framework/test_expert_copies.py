@@ -12,21 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework import rebalance
-from framework.build import build
-from framework.config import TrainConfig
-from framework.data.prepare import PreparedData
-from framework.errors import ConfigError
-from framework.metrics.record import StepRecord
-from framework.moe import moe_layers
-from framework.rebalance import next_placement
-from framework.run import RunContext
-from framework.run_checkpoint import resume, save_if_due
-from framework.train import seed_everything, train
-from parallel.expert_copies import places_of
-from parallel.placement import ExpertsByRank
-from tests.framework.test_parity import assert_parity, measure
-from tests.framework.test_rebalance import skewed_config, train_and_move, whole_state
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.errors import ConfigError
+from counterflow.framework.experts.routing import moe_layers
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.trainer import rebalance
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.checkpointing import resume, save_if_due
+from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.rebalance import next_placement
+from counterflow.framework.trainer.run import RunContext
+from counterflow.parallel.expert.copies import places_of
+from counterflow.parallel.expert.placement import ExpertsByRank
+from tests.framework.checks.test_parity import assert_parity, measure
+from tests.framework.trainer.test_rebalance import skewed_config, train_and_move, whole_state
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import launch.train
-from framework.checkpoint.box import TensorBox, shard_boxes
-from framework.checkpoint.storage import load, save
-from framework.config import TrainConfig
-from framework.data.prepare import PreparedData
-from framework.errors import ConfigError
-from framework.metrics.record import StepRecord
-from framework.optimizer import ModelOptimizer
-from framework.optimizer_config import OptimizerConfig
-from launch.train import LaunchOptions
-from parallel.collectives import Axis
-from parallel.mesh import Mesh, MeshConfig, build_mesh
-from parallel.parameters import ParameterPlacement, place
-from parallel.zero import ShardedStage
-from parallel.zero_config import ZeroConfig
+import counterflow.launch.commands.train
+from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
+from counterflow.framework.checkpoint.storage import load, save
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.errors import ConfigError
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.optimizer import ModelOptimizer
+from counterflow.launch.commands.train import LaunchOptions
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.mesh import Mesh, MeshConfig, build_mesh
+from counterflow.parallel.parameters import ParameterPlacement, place
+from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
@@ -291,7 +291,7 @@ def test_another_number_of_experts_is_refused_before_a_rank_starts(
     for model, number in ((six, 6), ({}, 0)):
         config = tiny_config(**LAYOUT, model=model, checkpoint={"enabled": True, "resume": str(tmp_path)})
         with pytest.raises(ConfigError, match=f"model.moe.num_experts={number}: .* with 4 experts") as told:
-            launch.train.run(config, LaunchOptions())
+            counterflow.launch.commands.train.run(config, LaunchOptions())
         assert "set model.moe.num_experts=4" in str(told.value)
 
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from framework.bf16_states import StochasticBf16AdamW, rounded_to_bf16
-from framework.config import TrainConfig
-from framework.config_rules import check
-from framework.costs import stage_bytes
-from framework.data.prepare import PreparedData
-from framework.errors import ConfigError
-from framework.optimizer_config import OptimizerConfig
-from framework.updaters import Part
-from parallel.collectives import Axis, ByteMeter
-from parallel.compress.reduction import PlainReduction
-from tests.framework.test_brakes import run_steps
+from counterflow.framework.checks.rules import check
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.errors import ConfigError
+from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.updaters.bf16_states import StochasticBf16AdamW, rounded_to_bf16
+from counterflow.framework.optim.updaters.updater import Part
+from counterflow.framework.planning.costs import stage_bytes
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.compress.reduction import PlainReduction
+from tests.framework.optim.test_skip_step import run_steps
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.redaction import redacted, without_secrets
+from counterflow.framework.redaction import redacted, without_secrets
 
 
 def test_secrets_are_recognised_by_name_and_in_urls() -> None:

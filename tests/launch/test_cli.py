@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import UsageError, main, parse
-from launch.help import COMMANDS, command_help, foreign_options
-from launch.help_bench import BENCHES
+from counterflow.launch.cli import UsageError, main, parse
+from counterflow.launch.help.bench import BENCHES
+from counterflow.launch.help.commands import COMMANDS, command_help, foreign_options
 
 _ROOT = Path(__file__).parents[2]
 _FOUR_STAGES = ["parallel.pipeline_parallel_size=4", "schedule.num_microbatches=8"]
@@ -67,8 +67,8 @@ def test_help_teaches(command: str | None, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_every_example_in_the_help_is_valid() -> None:
-    from launch.cli import _check
-    from launch.compose import compose_config, expand_sweep, find_choices
+    from counterflow.launch.cli import _check
+    from counterflow.launch.compose import compose_config, expand_sweep, find_choices
 
     for name, command in COMMANDS.items():
         assert len(command.examples) >= 3
@@ -86,7 +86,7 @@ def test_every_example_in_the_help_is_valid() -> None:
 
 
 def test_every_key_in_the_help_exists() -> None:
-    from launch.compose import compose_mapping
+    from counterflow.launch.compose import compose_mapping
 
     for command in COMMANDS.values():
         compose_mapping([text for text, _ in command.overrides])
@@ -96,7 +96,7 @@ def test_every_key_in_the_help_exists() -> None:
 def test_a_benchs_help_tells_its_keys_and_their_defaults(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from launch.bench import config_of
+    from counterflow.launch.bench.run import config_of
 
     assert main(["bench", name, "--help"]) == 0
     assert capfd.readouterr().out.startswith(f"counterflow bench {name} ")
@@ -110,7 +110,7 @@ def test_a_benchs_help_tells_its_keys_and_their_defaults(
 
 
 def test_every_bench_has_a_help() -> None:
-    from launch import bench
+    from counterflow.launch.bench import run as bench
 
     assert set(bench.BENCHES) == set(BENCHES)
 
@@ -126,8 +126,12 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from launch.cli import main; main(['train', '--help']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys; from counterflow.launch.cli import main; main(['train', '--help']); print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=_ROOT / ".src", capture_output=True, text=True, check=True
+    )
     assert not {"torch", "hydra", "numpy", "rich"} & set(done.stdout.split())
 
 
@@ -172,9 +176,9 @@ def test_the_error_is_json_too(capfd: pytest.CaptureFixture[str]) -> None:
 def test_cfg_job_prints_every_key(capfd: pytest.CaptureFixture[str]) -> None:
     import yaml
 
-    from framework.config import TrainConfig
-    from framework.config_mapping import from_mapping
-    from launch.compose import compose_config
+    from counterflow.framework.config.mapping import from_mapping
+    from counterflow.framework.config.tree import TrainConfig
+    from counterflow.launch.compose import compose_config
 
     assert main(["train", "--cfg", "job", "seed=5"]) == 0
     printed = yaml.safe_load(capfd.readouterr().out)

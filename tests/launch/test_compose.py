@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from framework.config import TrainConfig
-from framework.config_mapping import config_hash, from_mapping, to_mapping
-from framework.errors import ConfigError
-from launch.cli import main
-from launch.compose import (
+from counterflow.framework.config.mapping import config_hash, from_mapping, to_mapping
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.errors import ConfigError
+from counterflow.launch.cli import main
+from counterflow.launch.compose import (
     compose_config,
     compose_mapping,
     compose_recorded,

@@ -177,8 +177,8 @@ def with_child() -> None:
 
 
 def main() -> int:
-    from framework.errors import RunFailedError, RunInterruptedError
-    from launch.elastic import run_local
+    from counterflow.framework.errors import RunFailedError, RunInterruptedError
+    from counterflow.launch.ranks.elastic import run_local
 
     entry, num_ranks, folder = sys.argv[1:]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from parallel.parameters import placement_of
+from counterflow.parallel.parameters import placement_of
 
 
 def slice_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:

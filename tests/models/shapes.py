@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from framework.config_mapping import from_mapping
-from models.config import ModelConfig
+from counterflow.framework.config.mapping import from_mapping
+from counterflow.models.config import ModelConfig
 
 SHAPES = Path(__file__).parents[2] / "conf" / "model"
 NAMES = tuple(sorted(path.stem for path in SHAPES.glob("*.yaml")))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, YarnConfig
+from counterflow.models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, YarnConfig
 
 MLA = MLAConfig(kv_lora_rank=8)
 

@@ -11,20 +11,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.config import ModelConfig, MoEConfig, MTPConfig
-from models.cost import (
+from counterflow.models.config import ModelConfig, MoEConfig, MTPConfig
+from counterflow.models.cost import (
     activation_bytes_per_layer,
     hardware_flops_per_token,
     model_cost,
     recomputed_flops,
     stage_parameters,
 )
-from models.hf.config import to_hf_config
-from models.partition import partition
-from models.positions import rotary_table
-from models.recompute import Part, Parts, options
-from models.transformer import TransformerBlock, TransformerStage, materialize
-from parallel.collectives import Axis
+from counterflow.models.hf.config import to_hf_config
+from counterflow.models.partition import partition
+from counterflow.models.positions import rotary_table
+from counterflow.models.recompute import Part, Parts, options
+from counterflow.models.transformer import TransformerBlock, TransformerStage, materialize
+from counterflow.parallel.collectives import Axis
 from tests.models.hf import tiny_shapes
 from tests.models.hf.model import build
 from tests.models.hf.tiny_shapes import VOCAB

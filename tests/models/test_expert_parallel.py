@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from framework.moe import begin_step, finish_step
-from models.config import ModelConfig, MoEConfig
-from models.moe import MoE
-from models.transformer import materialize
-from parallel.collectives import Axis, ByteMeter
-from parallel.expert import ExpertParallel, even_placement
-from parallel.parameters import placement_of
-from parallel.pipeline.weight_grad import WeightGradStore, adopt
+from counterflow.framework.experts.routing import begin_step, finish_step
+from counterflow.models.config import ModelConfig, MoEConfig
+from counterflow.models.moe import MoE
+from counterflow.models.transformer import materialize
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.expert.exchange import ExpertParallel, even_placement
+from counterflow.parallel.ops.weight_grad import WeightGradStore, adopt
+from counterflow.parallel.parameters import placement_of
 from tests.models.placement import assert_close_to_scale, grad_of, slice_of
 from tests.rank_pool import RankPool
 

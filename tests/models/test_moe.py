@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.config import ModelConfig, MoEConfig
-from models.moe import MoE
-from models.transformer import materialize
-from parallel.collectives import Axis
-from parallel.expert import ExpertParallel, even_placement
-from parallel.parameters import placement_of
-from parallel.pipeline.weight_grad import WeightGradStore, adopt
+from counterflow.models.config import ModelConfig, MoEConfig
+from counterflow.models.moe import MoE
+from counterflow.models.transformer import materialize
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.expert.exchange import ExpertParallel, even_placement
+from counterflow.parallel.ops.weight_grad import WeightGradStore, adopt
+from counterflow.parallel.parameters import placement_of
 from tests.models.placement import assert_close_to_scale, grad_of
 
 HIDDEN, INNER = 16, 24

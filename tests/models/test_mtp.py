@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from models.config import ModelConfig
-from models.hf.config import to_hf_config
-from models.hf.files import write_folder
-from models.hf.weights import to_hf
-from models.mtp import IGNORED, shifted
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis
-from parallel.parameters import placement_of
+from counterflow.models.config import ModelConfig
+from counterflow.models.hf.config import to_hf_config
+from counterflow.models.hf.files import write_folder
+from counterflow.models.hf.weights import to_hf
+from counterflow.models.mtp import IGNORED, shifted
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.parameters import placement_of
 from tests.models.hf.model import build, router_biases, sample, state_of
 from tests.models.hf.tiny_shapes import DEEPSEEK_V3, VOCAB
 from tests.models.placement import assert_close_to_scale, grad_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.norm import RMSNorm
-from models.transformer import materialize
-from parallel.parameters import placement_of
+from counterflow.models.norm import RMSNorm
+from counterflow.models.transformer import materialize
+from counterflow.parallel.parameters import placement_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config import ModelConfig, MoEConfig, MTPConfig
-from models.partition import StageSlice, balanced_cuts, partition
+from counterflow.models.config import ModelConfig, MoEConfig, MTPConfig
+from counterflow.models.partition import StageSlice, balanced_cuts, partition
 from tests.models.shapes import shape
 
 

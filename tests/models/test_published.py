@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.config import YarnConfig
-from models.cost import ModelCost, model_cost
-from models.hf.config import from_hf_config, to_hf_config
-from models.transformer import TransformerStage
-from parallel.collectives import Axis
+from counterflow.models.config import YarnConfig
+from counterflow.models.cost import ModelCost, model_cost
+from counterflow.models.hf.config import from_hf_config, to_hf_config
+from counterflow.models.transformer import TransformerStage
+from counterflow.parallel.collectives import Axis
 from tests.models.shapes import NAMES, shape
 
 

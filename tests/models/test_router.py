@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.config import ModelConfig, MoEConfig
-from models.router import Router, choose, updated_bias, weights_of, within_capacity
-from models.transformer import materialize
-from parallel.collectives import Axis
-from parallel.pipeline.weight_grad import WeightGradStore
+from counterflow.models.config import ModelConfig, MoEConfig
+from counterflow.models.router import Router, choose, updated_bias, weights_of, within_capacity
+from counterflow.models.transformer import materialize
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.ops.weight_grad import WeightGradStore
 from tests.models.placement import grad_of
 from tests.rank_pool import RankPool
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from framework.config_mapping import to_mapping
-from models.config import ModelConfig
+from counterflow.framework.config.mapping import to_mapping
+from counterflow.models.config import ModelConfig
 from tests.models.shapes import NAMES, shape, shape_values
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis, ByteMeter
-from parallel.loss import vocab_parallel_cross_entropy
-from parallel.parameters import placement_of
+from counterflow.models.config import ModelConfig
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
+from counterflow.parallel.parameters import placement_of
 from tests.models.placement import assert_close_to_scale, fill, grad_of, slice_of
 from tests.rank_pool import RankPool
 

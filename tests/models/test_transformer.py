@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.config import ModelConfig
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis
-from parallel.parameters import placement_of
+from counterflow.models.config import ModelConfig
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.parameters import placement_of
 from tests.models.placement import assert_close_to_scale, grad_of
 
 VOCAB = 50

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import (
+from counterflow.parallel.collectives import (
     Axis,
     ByteMeter,
     all_gather_into,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.mesh import (
+from counterflow.parallel.mesh import (
     MeshConfig,
     build_mesh,
     expert_ranks,

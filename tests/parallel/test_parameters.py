@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.parameters import ParameterPlacement, expert_runs, initialize, place, placement_of
+from counterflow.parallel.parameters import ParameterPlacement, expert_runs, initialize, place, placement_of
 
 
 def slices(shape: tuple[int, ...], dim: int, num_parts: int, seed: int = 0, name: str = "a.weight") -> Tensor:

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from parallel.pipeline.action import Kind, Schedule
-from parallel.pipeline.arrays import leaves_of, live, maxima
-from parallel.pipeline.config import CostsConfig, ScheduleConfig
-from parallel.pipeline.cost_profile import load_profile
-from parallel.pipeline.costs import Costs, costs_from
-from parallel.pipeline.list_schedule import Policy, Problem, list_schedule
-from parallel.pipeline.local_search import Orders, improve
-from parallel.pipeline.schedules.definition import Source, SourcedSchedule
-from parallel.pipeline.schedules.registry import generate, generated_schedules
-from parallel.pipeline.simulate import simulate
+from counterflow.parallel.pipeline.analysis.cost_profile import load_profile
+from counterflow.parallel.pipeline.analysis.costs import Costs, costs_from
+from counterflow.parallel.pipeline.analysis.list_schedule import Policy, Problem, list_schedule
+from counterflow.parallel.pipeline.analysis.local_search import Orders, improve
+from counterflow.parallel.pipeline.analysis.simulate import simulate
+from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.arrays import leaves_of, live, maxima
+from counterflow.parallel.pipeline.schedules.definition import Source, SourcedSchedule
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 
 # Actions that a search may place, unless told otherwise: about a second.
 BUDGET = 1_600_000

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 NEAR, FAR = 0, 1
 

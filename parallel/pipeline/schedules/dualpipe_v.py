@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parallel.pipeline.action import Action, Schedule
-from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
-from parallel.pipeline.schedules.dualpipe import FAR, NEAR, Issuer, dualpipe_bubble, eight_phases
-from parallel.pipeline.schedules.v_shape import v_placement
+from counterflow.parallel.pipeline.ir.action import Action, Schedule
+from counterflow.parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
+from counterflow.parallel.pipeline.schedules.dualpipe import FAR, NEAR, Issuer, dualpipe_bubble, eight_phases
+from counterflow.parallel.pipeline.schedules.v_shape import v_placement
 
 
 def validate_dualpipe_v(num_ranks: int, num_microbatches: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.schedules.definition import EqualStages, Formula, GeneratedSchedule
 
 
 def naive(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -9,11 +9,11 @@ from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 
-from parallel.pipeline import schedules
-from parallel.pipeline.action import Schedule
-from parallel.pipeline.config import ScheduleConfig
-from parallel.pipeline.costs import Costs
-from parallel.pipeline.schedules.definition import (
+from counterflow.parallel.pipeline import schedules
+from counterflow.parallel.pipeline.analysis.costs import Costs
+from counterflow.parallel.pipeline.config import ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.schedules.definition import (
     FormulaBubble,
     GeneratedSchedule,
     ScheduleDefinition,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallel.pipeline.action import Schedule
-from parallel.pipeline.schedules.definition import GeneratedSchedule
-from parallel.pipeline.schedules.v_shape import block_orders, v_schedule
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.schedules.definition import GeneratedSchedule
+from counterflow.parallel.pipeline.schedules.v_shape import block_orders, v_schedule
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.dependencies import Product, Value, gives, microbatch_of, needs
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.dependencies import Product, Value, gives, microbatch_of, needs
 
 _INTERVAL = 6
 

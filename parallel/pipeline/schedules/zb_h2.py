@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallel.pipeline.action import Schedule
-from parallel.pipeline.schedules.definition import GeneratedSchedule
-from parallel.pipeline.schedules.zero_bubble import zero_bubble_1f1b
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.schedules.definition import GeneratedSchedule
+from counterflow.parallel.pipeline.schedules.zero_bubble import zero_bubble_1f1b
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parallel.pipeline.action import Action, Kind, Schedule
-from parallel.pipeline.schedules.definition import GeneratedSchedule
-from parallel.pipeline.schedules.v_shape import v_schedule
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.schedules.definition import GeneratedSchedule
+from counterflow.parallel.pipeline.schedules.v_shape import v_schedule
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:

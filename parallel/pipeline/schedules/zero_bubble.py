@@ -6,7 +6,7 @@ in how many weight gradients it owes: each rank owes what the first rank's forwa
 
 from __future__ import annotations
 
-from parallel.pipeline.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 
 
 def zero_bubble_1f1b(name: str, num_ranks: int, num_microbatches: int, *, steps: int) -> Schedule:

@@ -7,10 +7,16 @@ import math
 import pytest
 import torch
 
-from framework.bench.compression import NONE, Row, measure_compression, model_gradient, predicted_s
-from framework.bench.config import CompressionBenchConfig
-from models.config import ModelConfig
-from parallel.compress_config import CompressionConfig
+from counterflow.framework.bench.compression import (
+    NONE,
+    Row,
+    measure_compression,
+    model_gradient,
+    predicted_s,
+)
+from counterflow.framework.bench.config import CompressionBenchConfig
+from counterflow.models.config import ModelConfig
+from counterflow.parallel.compress.config import CompressionConfig
 from tests.rank_pool import RankPool
 
 MODEL = ModelConfig(

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from framework.bench.config import MemoryBenchConfig
-from framework.bench.memory import NONE, UNLIMITED, Row, base_config, cases_of, measure_memory, step_ratio
-from framework.data.prepare import PreparedData
+from counterflow.framework.bench.config import MemoryBenchConfig
+from counterflow.framework.bench.memory import (
+    NONE,
+    UNLIMITED,
+    Row,
+    base_config,
+    cases_of,
+    measure_memory,
+    step_ratio,
+)
+from counterflow.framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from framework.bench.config import OptimizerBenchConfig
-from framework.bench.optimizer import Mode, OptimizerRow, measure_optimizer
+from counterflow.framework.bench.config import OptimizerBenchConfig
+from counterflow.framework.bench.optimizer import Mode, OptimizerRow, measure_optimizer
 from tests.rank_pool import RankPool
 
 

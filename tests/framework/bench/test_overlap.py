@@ -7,9 +7,9 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from framework.bench import overlap
-from framework.bench.config import OverlapBenchConfig
-from framework.bench.overlap import (
+from counterflow.framework.bench import overlap
+from counterflow.framework.bench.config import OverlapBenchConfig
+from counterflow.framework.bench.overlap import (
     NODES_PER_TOKEN,
     NUM_RANKS,
     WIDTH,
@@ -21,9 +21,9 @@ from framework.bench.overlap import (
     sleeping_workload,
     steady_state,
 )
-from parallel.collectives import ByteMeter
-from parallel.pipeline.action import Action
-from parallel.pipeline.trace import Activity, Interval, Trace
+from counterflow.parallel.collectives import ByteMeter
+from counterflow.parallel.pipeline.ir.action import Action
+from counterflow.parallel.pipeline.ir.trace import Activity, Interval, Trace
 from tests.rank_pool import RankPool
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.bench.config import P2PBenchConfig
-from framework.bench.network import rate_limited, why_not
-from framework.bench.p2p import CASES, Row, measure_p2p
-from launch.elastic import run_local
+from counterflow.framework.bench.config import P2PBenchConfig
+from counterflow.framework.bench.network import rate_limited, why_not
+from counterflow.framework.bench.p2p import CASES, Row, measure_p2p
+from counterflow.launch.ranks.elastic import run_local
 from tests.rank_pool import RankPool
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.checkpoint.box import (
+from counterflow.framework.checkpoint.box import (
     Box,
     GlobalBox,
     TensorBox,
@@ -16,7 +16,7 @@ from framework.checkpoint.box import (
     globalize,
     shard_boxes,
 )
-from parallel.parameters import ParameterPlacement
+from counterflow.parallel.parameters import ParameterPlacement
 
 
 @st.composite

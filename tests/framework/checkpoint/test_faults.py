@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from framework.checkpoint.box import TensorBox
-from framework.checkpoint.manifest import CheckpointError, latest, step_folder
-from framework.checkpoint.storage import load, save
+from counterflow.framework.checkpoint.box import TensorBox
+from counterflow.framework.checkpoint.manifest import CheckpointError, latest, step_folder
+from counterflow.framework.checkpoint.storage import load, save
 from tests.rank_pool import RankPool
 
 ROWS = 64

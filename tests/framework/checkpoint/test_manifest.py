@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.config import CheckpointConfig
-from framework.checkpoint.manifest import (
+from counterflow.framework.checkpoint.config import CheckpointConfig
+from counterflow.framework.checkpoint.manifest import (
     FileRecord,
     Manifest,
     check_file,

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from framework.checkpoint.rng import rng_state, set_rng_state
+from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
 
 
 def _draw() -> list[float]:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from framework.checkpoint.box import TensorBox, shard_boxes
-from framework.checkpoint.manifest import CheckpointError, latest, read_metadata, step_folder
-from framework.checkpoint.storage import load, read_rank_state, save
-from parallel.parameters import ParameterPlacement
+from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
+from counterflow.framework.checkpoint.manifest import CheckpointError, latest, read_metadata, step_folder
+from counterflow.framework.checkpoint.storage import load, read_rank_state, save
+from counterflow.parallel.parameters import ParameterPlacement
 from tests.rank_pool import RankError, RankPool
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.batch_plan import BatchPlan, BatchRampConfig, StepBatch
+from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig, StepBatch
 
 
 def test_without_a_ramp_every_step_is_alike() -> None:

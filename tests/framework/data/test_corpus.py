@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.data import corpus
-from framework.data.config import DataConfig
+from counterflow.framework.data import corpus
+from counterflow.framework.data.config import DataConfig
 
 
 def documents(config: DataConfig) -> list[corpus.Document]:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.documents import IGNORED, BudgetPlan, DocumentLoader, document_spans, pack
-from framework.data.loader import TokenDataset
-from framework.data.shards import SplitWriter
+from counterflow.framework.data.documents import IGNORED, BudgetPlan, DocumentLoader, document_spans, pack
+from counterflow.framework.data.loader import TokenDataset
+from counterflow.framework.data.shards import SplitWriter
 
 END = 999
 LENGTHS = [3, 1, 12, 5, 0, 4, 9, 4, 20, 2, 7, 1, 1, 6]

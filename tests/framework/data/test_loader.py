@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.batch_plan import BatchPlan, BatchRampConfig
-from framework.data.loader import BatchLoader, TokenDataset, batch_indices, permute, sample_order
-from framework.data.shards import SplitWriter
+from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig
+from counterflow.framework.data.loader import BatchLoader, TokenDataset, batch_indices, permute, sample_order
+from counterflow.framework.data.shards import SplitWriter
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from framework.data import corpus, prepare
-from framework.data.config import DataConfig, TokenizerConfig
-from framework.data.loader import TokenDataset
-from framework.data.prepare import PreparedData
+from counterflow.framework.data import corpus, prepare
+from counterflow.framework.data.config import DataConfig, TokenizerConfig
+from counterflow.framework.data.loader import TokenDataset
+from counterflow.framework.data.prepare import PreparedData
 
 TOKENIZER = TokenizerConfig(vocab_size=300)
 
@@ -223,8 +223,8 @@ def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 BOTH = """
 import sys
-from framework.data import prepare
-from framework.data.config import DataConfig, TokenizerConfig
+from counterflow.framework.data import prepare
+from counterflow.framework.data.config import DataConfig, TokenizerConfig
 seen = []
 prepared = prepare.prepare(
     DataConfig(cache_dir=sys.argv[1], max_bytes=4_000_000), TokenizerConfig(vocab_size=1000),
@@ -234,7 +234,7 @@ print("built" if "encoding the corpus" in seen else "waited", prepared.content_h
 """
 
 
-STUCK = "import time; from framework.data import prepare; prepare._build = lambda *_: time.sleep(60)\n"
+STUCK = "import time; from counterflow.framework.data import prepare; prepare._build = lambda *_: time.sleep(60)\n"
 
 
 def start(cache_dir: Path, script: str = BOTH) -> subprocess.Popen[str]:

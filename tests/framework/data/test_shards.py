@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data.shards import SplitIndex, SplitWriter, check_hashes, dtype_for, read_index
+from counterflow.framework.data.shards import SplitIndex, SplitWriter, check_hashes, dtype_for, read_index
 
 DOCUMENTS = ([5, 6, 7], [8], [9, 10, 11, 12])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from framework.data import tokenizer as bpe
+from counterflow.framework.data import tokenizer as bpe
 
 TEXTS = [
     f"def function_{number}(value):\n    return value + {number}  # {'ä' * 3}\n" for number in range(200)
@@ -20,7 +20,7 @@ TEXTS = [
 
 TRAIN = """
 import sys
-from framework.data import tokenizer as bpe
+from counterflow.framework.data import tokenizer as bpe
 from tests.framework.data.test_tokenizer import TEXTS
 sys.stdout.write(bpe.train_bpe(iter(TEXTS), 400).to_str())
 """

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from framework.deepspeed.config import deepspeed_config
-from framework.deepspeed.start import version_of
-from framework.device_rules import device_problems
-from framework.errors import ConfigError
+from counterflow.framework.deepspeed.config import deepspeed_config
+from counterflow.framework.deepspeed.start import version_of
+from counterflow.framework.devices import device_problems
+from counterflow.framework.errors import ConfigError
 from tests.tiny import MIXTURES, tiny_config
 
 ENGINE: dict[str, Any] = {"engine": "deepspeed"}
@@ -84,7 +84,7 @@ def test_where_states_cannot_be(values: dict[str, Any], expected: str) -> None:
 def test_without_deepspeed_it_is_said_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(zero=ENGINE)
     assert not any("deepspeed is not installed" in problem for problem in device_problems(config))
-    monkeypatch.setattr("framework.deepspeed.start.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("counterflow.framework.deepspeed.start.importlib.util.find_spec", lambda name: None)
     (problem,) = device_problems(config)
     assert problem.startswith("zero.engine=deepspeed: the package deepspeed is not installed")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from framework.bench.deepspeed import EngineRow, compare_engines
-from framework.deepspeed.start import why_not
-from framework.train import run_rank
-from launch.bench_ranks import run_ranks
-from launch.elastic import run_local
+from counterflow.framework.bench.deepspeed import EngineRow, compare_engines
+from counterflow.framework.deepspeed.start import why_not
+from counterflow.framework.trainer.loop import run_rank
+from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.ranks.elastic import run_local
 from tests.tiny import prepare_tiny, run_context, tiny_config
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

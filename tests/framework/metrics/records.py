@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from framework.metrics.record import Bubbles, RunSummary, StepRecord
+from counterflow.framework.metrics.record import Bubbles, RunSummary, StepRecord
 
 RECORD = StepRecord(
     step=0,

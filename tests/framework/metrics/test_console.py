@@ -6,7 +6,7 @@ import io
 import math
 from dataclasses import replace
 
-from framework.metrics.console import ConsoleSink, duration, sparkline
+from counterflow.framework.metrics.console import ConsoleSink, duration, sparkline
 from tests.framework.metrics.records import SUMMARY, record
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from framework.metrics.config import LoggerConfig
-from framework.metrics.guarded import BackgroundSink, GuardedSink
-from framework.metrics.record import RunSummary, StepRecord
-from framework.metrics.sinks import close_sinks, failures_of, open_sinks, wandb_dir
-from framework.metrics.status import Status
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.metrics.guarded import BackgroundSink, GuardedSink
+from counterflow.framework.metrics.record import RunSummary, StepRecord
+from counterflow.framework.metrics.sinks import close_sinks, failures_of, open_sinks, wandb_dir
+from counterflow.framework.metrics.status import Status
 from tests.framework.metrics.records import SUMMARY, record
 
 

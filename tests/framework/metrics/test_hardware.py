@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.metrics.hardware import device_name, peak_flops
+from counterflow.framework.metrics.hardware import device_name, peak_flops
 
 
 @pytest.mark.parametrize(

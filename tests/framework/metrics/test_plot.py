@@ -9,8 +9,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from framework.metrics.plot import plot_loss, running_mean
-from framework.metrics.sinks import JsonlSink
+from counterflow.framework.metrics.plot import plot_loss, running_mean
+from counterflow.framework.metrics.sinks import JsonlSink
 from tests.framework.metrics.records import record
 
 

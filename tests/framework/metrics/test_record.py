@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from framework.metrics.record import StepRecord
+from counterflow.framework.metrics.record import StepRecord
 from tests.framework.metrics.records import RECORD, SUMMARY, record
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.metrics.config import LoggerConfig
-from framework.metrics.record import MoERecord, RoutingRecord, StepRecord
-from framework.metrics.running import RunningSummary
-from framework.metrics.sinks import iterate_records
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.metrics.record import MoERecord, RoutingRecord, StepRecord
+from counterflow.framework.metrics.running import RunningSummary
+from counterflow.framework.metrics.sinks import iterate_records
 from tests.framework.metrics.records import record
 
 

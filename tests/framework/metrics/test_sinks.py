@@ -20,10 +20,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from framework.metrics import sinks
-from framework.metrics.config import LoggerConfig
-from framework.metrics.guarded import BackgroundSink
-from framework.metrics.sinks import (
+from counterflow.framework.metrics import sinks
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.metrics.guarded import BackgroundSink
+from counterflow.framework.metrics.sinks import (
     JsonlSink,
     WandbSink,
     failures_of,
@@ -234,8 +234,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from framework.metrics.config import LoggerConfig
-from framework.metrics.sinks import open_sinks, wandb_dir
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.metrics.sinks import open_sinks, wandb_dir
 from tests.framework.metrics.records import record
 opened = open_sinks(LoggerConfig(name="wandb"), Path(sys.argv[1]), {})
 wandb_dir(opened)  # W&B has started

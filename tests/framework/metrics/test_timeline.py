@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from framework.metrics.perfetto import trace_events
-from framework.metrics.timeline import (
+from counterflow.framework.metrics.perfetto import trace_events
+from counterflow.framework.metrics.timeline import (
     Timeline,
     build_timeline,
     read_timeline,
@@ -24,13 +24,20 @@ from framework.metrics.timeline import (
     step_name,
     to_json,
 )
-from framework.metrics.timeline_render import to_html, to_svg, write_files
-from framework.metrics.timeline_scene import WAIT_COLOURS, scene
-from parallel.pipeline.draw import COLOURS
-from parallel.pipeline.passes import lower
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.simulate import Costs, simulate
-from parallel.pipeline.trace import COMPUTE_ACTIVITIES, Activity, Clock, CopyInterval, Interval, Trace
+from counterflow.framework.metrics.timeline_render import to_html, to_svg, write_files
+from counterflow.framework.metrics.timeline_scene import WAIT_COLOURS, scene
+from counterflow.parallel.pipeline.analysis.draw import COLOURS
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.ir.trace import (
+    COMPUTE_ACTIVITIES,
+    Activity,
+    Clock,
+    CopyInterval,
+    Interval,
+    Trace,
+)
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 UNIT_S = 0.01
 SVG = "{http://www.w3.org/2000/svg}"

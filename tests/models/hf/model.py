@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.moe import MoE
-from models.transformer import TransformerStage, materialize
-from parallel.collectives import Axis
+from counterflow.models.config import ModelConfig
+from counterflow.models.moe import MoE
+from counterflow.models.transformer import TransformerStage, materialize
+from counterflow.parallel.collectives import Axis
 
 
 def build(config: ModelConfig, *, seed: int = 5) -> TransformerStage:

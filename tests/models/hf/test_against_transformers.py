@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models.config import ModelConfig
-from models.hf.config import family_of, from_hf_config, to_hf_config
-from models.hf.files import read_folder, write_folder
-from models.hf.weights import from_hf, to_hf
+from counterflow.models.config import ModelConfig
+from counterflow.models.hf.config import family_of, from_hf_config, to_hf_config
+from counterflow.models.hf.files import read_folder, write_folder
+from counterflow.models.hf.weights import from_hf, to_hf
 from tests.models.hf.model import build, sample, state_of
 from tests.models.hf.tiny_shapes import ALL, VOCAB
 

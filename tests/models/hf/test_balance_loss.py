@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from models.config import ModelConfig
-from models.hf.config import from_hf_config, to_hf_config
-from models.hf.files import write_folder
-from models.hf.weights import to_hf
-from models.transformer import TransformerStage
+from counterflow.models.config import ModelConfig
+from counterflow.models.hf.config import from_hf_config, to_hf_config
+from counterflow.models.hf.files import write_folder
+from counterflow.models.hf.weights import to_hf
+from counterflow.models.transformer import TransformerStage
 from tests.models.hf.model import build, sample, state_of
 from tests.models.hf.tiny_shapes import DEEPSEEK_V3, MIXTRAL, QWEN3_MOE, VOCAB
 

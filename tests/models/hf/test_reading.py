@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from models.config import MLAConfig, ModelConfig, YarnConfig
-from models.hf.config import from_hf_config, to_hf_config
-from models.hf.files import read_folder, write_folder
-from models.hf.weights import from_hf, to_hf
+from counterflow.models.config import MLAConfig, ModelConfig, YarnConfig
+from counterflow.models.hf.config import from_hf_config, to_hf_config
+from counterflow.models.hf.files import read_folder, write_folder
+from counterflow.models.hf.weights import from_hf, to_hf
 from tests.models.hf.model import build, loaded, sample, state_of
 from tests.models.hf.tiny_shapes import (
     ALL,

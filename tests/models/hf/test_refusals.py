@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.config import ModelConfig, MoEConfig, MTPConfig
-from models.hf.config import family_of, from_hf_config, to_hf_config
-from models.hf.files import read_folder, write_folder
-from models.hf.weights import from_hf, to_hf
+from counterflow.models.config import ModelConfig, MoEConfig, MTPConfig
+from counterflow.models.hf.config import family_of, from_hf_config, to_hf_config
+from counterflow.models.hf.files import read_folder, write_folder
+from counterflow.models.hf.weights import from_hf, to_hf
 from tests.models.hf.model import build, state_of
 from tests.models.hf.tiny_shapes import DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, QWEN3_MOE, VOCAB
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, YarnConfig
+from counterflow.models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig, YarnConfig
 
 VOCAB = 50
 _COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "init_std": 0.1}

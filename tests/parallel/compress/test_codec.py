@@ -11,8 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.compress.codec import Codec, Float8, Integers, OneBit, TopK, codec_of, pack_bits, unpack_signs
-from parallel.compress_config import CompressionConfig
+from counterflow.parallel.compress.codec import (
+    Codec,
+    Float8,
+    Integers,
+    OneBit,
+    TopK,
+    codec_of,
+    pack_bits,
+    unpack_signs,
+)
+from counterflow.parallel.compress.config import CompressionConfig
 
 CODECS: list[Codec] = [
     OneBit(block_size=16),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel.compress.codec import codec_of
-from parallel.compress.pieces import in_pieces
-from parallel.compress_config import CompressionConfig
+from counterflow.parallel.compress.codec import codec_of
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.pieces import in_pieces
 
 CPU = torch.device("cpu")
 

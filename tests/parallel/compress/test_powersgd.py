@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launch.compose import compose_config
-from models.transformer import TransformerStage
-from parallel.collectives import Axis
-from parallel.compress.powersgd import PowerSGDReduction, plan_factors
-from parallel.compress.reduction import fp32_bytes
+from counterflow.launch.compose import compose_config
+from counterflow.models.transformer import TransformerStage
+from counterflow.parallel.collectives import Axis
+from counterflow.parallel.compress.powersgd import PowerSGDReduction, plan_factors
+from counterflow.parallel.compress.reduction import fp32_bytes
 from tests.rank_pool import RankPool
 
 SHAPES = ((20, 30), (7,), (2, 16, 12), (3, 3), (9,))

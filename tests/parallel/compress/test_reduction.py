@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import Axis, ByteMeter
-from parallel.compress.codec import codec_of
-from parallel.compress.gradients import GradientReduction
-from parallel.compress.pieces import PIECE_ELEMENTS
-from parallel.compress.reduction import fp32_bytes
-from parallel.compress_config import CompressionConfig
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.compress.codec import codec_of
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.gradients import GradientReduction
+from counterflow.parallel.compress.pieces import PIECE_ELEMENTS
+from counterflow.parallel.compress.reduction import fp32_bytes
 from tests.rank_pool import RankPool
 
 # Matrices, experts, vectors; 2 * 4 elements of padding for any of the worlds.

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import Axis, ByteMeter
-from parallel.compress_config import CompressionConfig
-from parallel.parameters import ParameterPlacement, place
-from parallel.zero import ShardedStage
-from parallel.zero_config import ZeroConfig
+from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.parameters import ParameterPlacement, place
+from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 from tests.rank_pool import RankPool
 
 BLOCK = 16

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parallel.offload.offloader import Offloader
-from parallel.offload.tier import DiskTier, HostTier, Tier
+from counterflow.parallel.offload.offloader import Offloader
+from counterflow.parallel.offload.tier import DiskTier, HostTier, Tier
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 32
@@ -245,7 +245,8 @@ def test_a_copy_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Twice()
     moves = offloader(module, tier)
     monkeypatch.setattr(
-        "parallel.offload.unit.SavedUnit.copy_out", lambda *_: (_ for _ in ()).throw(OSError("broken disk"))
+        "counterflow.parallel.offload.unit.SavedUnit.copy_out",
+        lambda *_: (_ for _ in ()).throw(OSError("broken disk")),
     )
 
     def run() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from parallel.offload.plan import (
+from counterflow.parallel.offload.plan import (
     Move,
     add_offload,
     least_bytes,
@@ -17,11 +17,11 @@ from parallel.offload.plan import (
     planned_bytes,
     without_offload,
 )
-from parallel.offload.sizes import UnitBytes
-from parallel.pipeline.action import COMPUTE, Action, Kind, Schedule
-from parallel.pipeline.passes import lower
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.verify import verify
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 ONE = (UnitBytes(kept=1, most=1),)
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipe_v")

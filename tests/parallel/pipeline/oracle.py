@@ -1,6 +1,6 @@
 """An executable model of the ranks, written apart from the verifier: it runs a schedule and sees what happens.
 
-It shares no rule with parallel/pipeline/dependencies.py. Ranks hold named tensors; a compute action that misses
+It shares no rule with parallel/pipeline/ir/dependencies.py. Ranks hold named tensors; a compute action that misses
 one, or makes one twice, fails; messages of a channel match first with first, and a mismatch fails; collectives of
 the holders of a stage match likewise. An `ordered` transport has two queues per rank, one for each direction of
 travel, that take its messages one at a time: a message passes when it heads the queues of both its ranks, and the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from parallel.pipeline.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 
 
 class BrokenError(Exception):

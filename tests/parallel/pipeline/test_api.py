@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.pipeline.action import Action, Schedule
-from parallel.pipeline.api import build_pipeline
-from parallel.pipeline.schedules.registry import generate
+from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.ir.action import Action, Schedule
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]

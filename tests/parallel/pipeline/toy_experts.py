@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Axis, all_to_all_into
-from parallel.pipeline.overlap import Interleaver
+from counterflow.parallel.collectives import Axis, all_to_all_into
+from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 
 WIDTH = 6
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from parallel.pipeline.action import Kind, Schedule
-from parallel.pipeline.passes import lower
-from parallel.pipeline.schedules.registry import generate
-from parallel.pipeline.simulate import Costs, simulate
-from parallel.pipeline.text import from_csv, to_csv
-from parallel.pipeline.verify import verify
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
+from counterflow.parallel.pipeline.schedules.registry import generate
+from tests.parallel.pipeline.ir.test_text import torch_runtime
 from tests.parallel.pipeline.schedules.torch_orders import (
     DUALPIPE_V,
     INTERLEAVED,
@@ -22,7 +23,6 @@ from tests.parallel.pipeline.schedules.torch_orders import (
     build,
     exported,
 )
-from tests.parallel.pipeline.test_text import torch_runtime
 
 SIZES = [(2, 2), (2, 4), (3, 9), (4, 4), (4, 7), (4, 16), (5, 11), (8, 16), (8, 32)]
 UNEQUAL = [

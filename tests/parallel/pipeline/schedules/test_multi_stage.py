@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from parallel.pipeline.action import Action, Kind
-from parallel.pipeline.passes import lower
-from parallel.pipeline.schedules.registry import generate, generated_schedules
-from parallel.pipeline.simulate import Costs, simulate
-from parallel.pipeline.text import from_csv, to_csv
-from parallel.pipeline.verify import verify
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import Action, Kind
+from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
+from tests.parallel.pipeline.analysis.test_simulate import slow_simulation
 from tests.parallel.pipeline.oracle import survives
-from tests.parallel.pipeline.test_simulate import slow_simulation
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 

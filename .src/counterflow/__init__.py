@@ -1,0 +1,1 @@
+"""Counterflow: hybrid-parallel pretraining from one config. Its packages are the folders of the same names."""

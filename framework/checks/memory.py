@@ -1,0 +1,114 @@
+"""What a rank holds between steps, counted and observed, and how much of it a schedule costs over another."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.memory.activations import saved_bytes
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build, start_process_group
+from counterflow.framework.trainer.loop import seed_everything
+from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.step import train_step
+from counterflow.parallel.pipeline.analysis.simulate import peak_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """One rank after a step.
+
+    parameters, gradients, optimizer: bytes that stay between steps. experts: the part of their sum that experts
+    are. host, disk: bytes of optimizer and masters that are in memory of the host beside a GPU, and in a file; no other
+    figure counts them. observed: bytes of every tensor that is alive then, to hold the count against.
+    peak_live_activations: micro-batches held at once during the step, and the simulator's figure for it.
+    peak_held_weight_grad_bytes: kept for deferred weight gradients. activations, expected_activations: most bytes that
+    autograd kept at once for backwards, and the cost model's figure (see framework/memory/recompute.py); what the
+    backward
+    half of an overlapped pair runs again is not seen by the first, and with offloading nothing that is run again.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    experts: int
+    host: int
+    disk: int
+    observed: int
+    peak_live_activations: int
+    simulated_peak_activations: int
+    peak_held_weight_grad_bytes: int
+    activations: int
+    expected_activations: int
+
+    @property
+    def persistent(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def live_tensor_bytes(device: torch.device) -> int:
+    """Bytes of the distinct storages of all tensors alive in this process on `device`."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for candidate in gc.get_objects():
+        # Not isinstance: it would make lazy proxies among the objects import what they stand for.
+        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == device.type:
+            storage = candidate.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankMemory:
+    """Train one step in the layout of `config` and report this rank's memory; every rank calls this."""
+    seed_everything(config.seed, deterministic=config.deterministic)
+    before = live_tensor_bytes(device)
+    with build(config, run.data, device) as assembly:
+        return _measured(config, assembly, device, before)
+
+
+def _measured(config: TrainConfig, assembly: Assembly, device: torch.device, before: int) -> RankMemory:
+    with saved_bytes(nn.ModuleList(assembly.modules)) as meter:
+        outcome = train_step(assembly, 0)
+    expected = assembly.workload.peak_activation_bytes(assembly.schedule)
+    held = assembly.optimizer.persistent_bytes()
+    offloader = assembly.runtime.offloader
+    kept = 0 if assembly.undo is None else assembly.undo.num_bytes
+    mine = outcome.ranks[assembly.mesh.rank]
+    simulated, _ = peak_live(assembly.schedule.actions[assembly.mesh.coordinate.pipeline])
+    return RankMemory(
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer + kept,
+        experts=assembly.optimizer.persistent_bytes(experts_only=True).total,
+        host=held.host,
+        disk=held.disk,
+        # Moments in a file are tensors as well, mapped.
+        observed=live_tensor_bytes(device) - before - (held.disk if device.type == "cpu" else 0),
+        peak_live_activations=int(mine.peak_live_activations),
+        simulated_peak_activations=simulated,
+        peak_held_weight_grad_bytes=sum(
+            stage.weight_grads.peak_held_bytes for stage in assembly.runtime.stages.values()
+        ),
+        activations=meter.peak if offloader is None else offloader.report.peak_bytes,
+        expected_activations=expected[assembly.mesh.coordinate.pipeline],
+    )
+
+
+def run_memory_rank(config: TrainConfig, run: RunContext, local_rank: int) -> RankMemory:
+    """Entry of each rank; the environment describes the process group."""
+    device = start_process_group(config, local_rank)
+    try:
+        return measure(config, run, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def to_mapping(ranks: list[RankMemory]) -> list[dict[str, Any]]:
+    """Plain values, one entry a rank."""
+    return [{**asdict(rank), "persistent": rank.persistent} for rank in ranks]

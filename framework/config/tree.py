@@ -1,0 +1,172 @@
+"""TrainConfig: the whole configuration, composed of its owners' dataclasses.
+
+A config comes in as a plain mapping (config_mapping.py: names and types), each dataclass holds its own rules, and
+`config_rules.check` holds those that need more than one of them. Every mistake is a ValueError: value, rule, remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from counterflow.framework.checkpoint.config import CheckpointConfig
+from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig
+from counterflow.framework.data.config import DataConfig, TokenizerConfig
+from counterflow.framework.experts.config import BalanceConfig
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.optim.config import OptimizerConfig, PrecisionConfig
+from counterflow.framework.optim.skip_step import BrakesConfig
+from counterflow.models.config import ModelConfig
+from counterflow.models.recompute import RecomputeConfig
+from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.mesh import MeshConfig
+from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.pipeline.config import ScheduleConfig
+from counterflow.parallel.zero.config import ZeroConfig
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Length of a run. eval_interval_steps: 0 measures the validation loss at the end only.
+
+    batch_ramp: a batch that grows at the start.
+    """
+
+    num_steps: int = 100
+    eval_interval_steps: int = 50
+    log_interval_steps: int = 10
+    batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(
+                f"training.num_steps={self.num_steps}: a run has at least one step; set it to 1 or more"
+            )
+        if self.eval_interval_steps < 0:
+            raise ValueError(
+                f"training.eval_interval_steps={self.eval_interval_steps}: a number of steps; set it to 1 or more, "
+                "or to 0 for the end only"
+            )
+        if self.log_interval_steps < 1:
+            raise ValueError(
+                f"training.log_interval_steps={self.log_interval_steps}: a number of steps; set it to 1 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommConfig:
+    """timeout_s: a collective or receive that waits longer ends the run.
+
+    p2p_chunk_bytes: larger activations and gradients travel between stages in chunks of at most this; null: whole.
+    expert_payload: in what precision hidden states go to experts: that of the computation, or rounded to bf16 or to
+        fp8 (e4m3, with a scale for each 128 numbers).
+    pipeline_payload: in what precision activations and their gradients go to other ranks of the pipeline, likewise.
+    """
+
+    timeout_s: float = 60.0
+    p2p_chunk_bytes: int | None = None
+    expert_payload: Literal["compute", "bf16", "fp8"] = "compute"
+    pipeline_payload: Literal["compute", "bf16", "fp8"] = "compute"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.timeout_s <= 604800:
+            raise ValueError(
+                f"comm.timeout_s={self.timeout_s}: from 1 second to a week (604800); 60 is the default"
+            )
+        if self.p2p_chunk_bytes is not None and not 1 << 12 <= self.p2p_chunk_bytes <= 1 << 30:
+            raise ValueError(
+                f"comm.p2p_chunk_bytes={self.p2p_chunk_bytes}: from 4096 to 1073741824 bytes; 262144 to 1048576 are "
+                "usual, null sends every tensor whole"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherConfig:
+    """How local ranks are started.
+
+    runs_dir: folder that holds the runs' folders. threads_per_rank: compute threads of a rank; null shares the
+    cores out. grace_s: time a rank has to stop by itself before it is killed.
+    """
+
+    runs_dir: str = "runs"
+    threads_per_rank: int | None = None
+    grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.threads_per_rank is not None and not 1 <= self.threads_per_rank <= 1024:
+            raise ValueError(
+                f"launcher.threads_per_rank={self.threads_per_rank}: a rank has from 1 to 1024 threads; set it so, "
+                "or to null to share the cores out"
+            )
+        if not 0 <= self.grace_s <= 10:
+            raise ValueError(
+                f"launcher.grace_s={self.grace_s}: seconds from 0 to 10, so that a failed run ends promptly"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything a run depends on. The nodes are the names of the command line (`parallel.tensor_parallel_size=8`).
+
+    device: where ranks compute; auto: on GPUs where there are some, each rank on its own, else on the CPU.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: MeshConfig = field(default_factory=MeshConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    brakes: BrakesConfig = field(default_factory=BrakesConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    seed: int = 0
+    deterministic: bool = True
+    device: DeviceChoice = "auto"
+
+    @property
+    def expected_vocab_size(self) -> int:
+        """The model's or, before the data is prepared, what the tokenizer is asked for."""
+        return self.model.vocab_size or self.tokenizer.vocab_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all data-parallel ranks, once the batch has its full size."""
+        return self.data.micro_batch_size * self.schedule.num_microbatches * self.parallel.data_parallel_size
+
+    @property
+    def overlaps_experts(self) -> bool:
+        """Whether tokens travel between ranks, and the halves of a pair are to hide that."""
+        return (
+            self.schedule.overlap
+            and self.model.moe.num_experts > 0
+            and self.parallel.expert_parallel_size > 1
+        )
+
+    @property
+    def never_compresses(self) -> bool:
+        """Whether gradients are to be compressed, and the run ends before its first step that is."""
+        return self.compression.method != "none" and self.compression.warmup_steps >= self.training.num_steps
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """The batch of every step.
+
+        Raises ValueError: where the ramp does not lead to schedule.num_microbatches.
+        """
+        return BatchPlan(
+            num_microbatches=self.schedule.num_microbatches,
+            samples_per_microbatch=self.data.micro_batch_size * self.parallel.data_parallel_size,
+            ramp=self.training.batch_ramp,
+        )

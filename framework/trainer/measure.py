@@ -1,0 +1,352 @@
+"""What a step measured, from every rank, and the record and the timeline made of it."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterflow.framework.metrics.config import LoggerConfig
+from counterflow.framework.metrics.hardware import device_name, peak_flops
+from counterflow.framework.metrics.record import MoERecord, OffloadRecord, StepRecord
+from counterflow.framework.metrics.timeline import Timeline, build_timeline
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import COMPUTE_DTYPES
+from counterflow.parallel.collectives import all_gather_into
+from counterflow.parallel.mesh import ranks_along
+from counterflow.parallel.offload.offloader import OffloadReport
+from counterflow.parallel.pipeline.ir.trace import (
+    CATEGORIES,
+    COMPUTE_CATEGORIES,
+    OTHER,
+    Inflation,
+    Trace,
+    align,
+    clock_id,
+)
+
+# Tokens that experts exchange; parameters and gradients of experts among the ranks that hold the same ones.
+_EXPERT_AXES = ("expert", "expert_data")
+BYTE_AXES = ("tensor", "data", "pipeline", "world", *_EXPERT_AXES)
+
+
+class RankStep(NamedTuple):
+    """What one rank measured in a step; every field is a number, gathered from all ranks as one vector.
+
+    forward_s to other_s: the account of the step, the categories of counterflow.parallel.pipeline.ir.trace in their
+    order. split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
+    start_s, clock_id: when the step began, and on which clock.
+    reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
+    offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.
+    is_asked_to_stop: 1 where this rank has got SIGTERM.
+    """
+
+    loss: float
+    further_loss: float
+    step_s: float
+    pipeline_s: float
+    span_s: float
+    forward_s: float
+    backward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    receive_wait_s: float
+    send_wait_s: float
+    collective_wait_s: float
+    expert_wait_s: float
+    offload_wait_s: float
+    reduce_s: float
+    optimizer_s: float
+    other_s: float
+    split_backward_s: float
+    whole_backward_s: float
+    start_s: float
+    clock_id: float
+    peak_live_activations: float
+    peak_held_weight_grad_bytes: float
+    peak_memory_bytes: float
+    tensor_bytes: float
+    data_bytes: float
+    pipeline_bytes: float
+    world_bytes: float
+    expert_bytes: float
+    expert_data_bytes: float
+    reduction_bytes: float
+    reduction_fp32_bytes: float
+    reduction_squares: float
+    reduction_error_squares: float
+    offload_out_bytes: float
+    offload_back_bytes: float
+    offload_num_uses: float
+    offload_num_hits: float
+    offload_num_unplanned: float
+    offload_peak_bytes: float
+    is_asked_to_stop: float = 0.0
+
+    @property
+    def account(self) -> dict[str, float]:
+        """Seconds in each category; they add up to `step_s`."""
+        return {category: getattr(self, f"{category}_s") for category in CATEGORIES}
+
+    @property
+    def busy_s(self) -> float:
+        return sum(getattr(self, f"{category}_s") for category in COMPUTE_CATEGORIES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What became of a step once its norm was known. skipped: why it was not made; None: it was."""
+
+    grad_norm: float
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """A step's result before it is a record: the same on every rank, but for `trace`, which is this rank's.
+
+    moe: what the routers did; None: the model has none. loss_scale: None without fp16.
+    """
+
+    step: int
+    judgement: Judgement
+    learning_rate: float
+    loss_scale: float | None
+    ranks: tuple[RankStep, ...]
+    trace: Trace
+    moe: MoERecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredRanks:
+    """What every rank measured, on its way here: fp64 [ranks, fields of RankStep], once `work` is done."""
+
+    everyone: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> tuple[RankStep, ...]:
+        if self.work is not None:
+            self.work.wait()
+        return tuple(RankStep(*values) for values in self.everyone.tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedStep:
+    """A step that this rank has done, before the others are known to have. judgement: None, not validated yet."""
+
+    step: int
+    judgement: Judgement | None
+    learning_rate: float
+    loss_scale: float | None
+    ranks: GatheredRanks
+    trace: Trace
+    moe: MoERecord | None = None
+
+    def finish(self, judgement: Judgement | None = None) -> StepOutcome:
+        """Once every rank has done it. judgement: where it was not known yet."""
+        judgement = judgement or self.judgement
+        assert judgement is not None, "the step is not validated yet"
+        return StepOutcome(
+            step=self.step,
+            judgement=judgement,
+            learning_rate=self.learning_rate,
+            loss_scale=self.loss_scale,
+            ranks=self.ranks.wait(),
+            trace=self.trace,
+            moe=self.moe,
+        )
+
+
+def gather_ranks(assembly: Assembly, loss: float, further_loss: float, trace: Trace) -> GatheredRanks:
+    """Start to gather what every rank measured in the step of `trace`; all ranks call this."""
+    sent = assembly.axes.meter.sent_bytes()
+    inflation = trace.inflation() or Inflation(0.0, 0.0)
+    mine = RankStep(
+        loss=loss,
+        further_loss=further_loss,
+        step_s=trace.step_s,
+        pipeline_s=trace.pipeline_s,
+        span_s=trace.span_s,
+        **{f"{category}_s": seconds for category, seconds in trace.account().items()},
+        split_backward_s=inflation.split_s,
+        whole_backward_s=inflation.whole_s,
+        start_s=trace.start_s,
+        clock_id=clock_id(),
+        peak_live_activations=trace.peak_live_activations,
+        peak_held_weight_grad_bytes=trace.peak_held_weight_grad_bytes,
+        peak_memory_bytes=_peak_memory_bytes(assembly.device),
+        **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
+        **_reductions(assembly),
+        **_offload_report(assembly),
+        is_asked_to_stop=assembly.stop is not None and assembly.stop.requested.is_set(),
+    )
+    vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
+    everyone = torch.empty((assembly.axes.world.size, len(mine)), dtype=torch.float64, device=assembly.device)
+    work = all_gather_into(everyone, vector, assembly.axes.world, async_op=True)
+    return GatheredRanks(everyone=everyone, work=work)
+
+
+def _reductions(assembly: Assembly) -> dict[str, float]:
+    """What the reductions of this rank's units report, added up."""
+    reports = [unit.report for stage in assembly.stages.values() for unit in stage.units]
+    return {
+        "reduction_bytes": sum(each.sent_bytes for each in reports if each),
+        "reduction_fp32_bytes": sum(each.fp32_bytes for each in reports if each),
+        "reduction_squares": sum(float(each.squares) for each in reports if each),
+        "reduction_error_squares": sum(float(each.error_squares) for each in reports if each),
+    }
+
+
+def _offload_report(assembly: Assembly) -> dict[str, float]:
+    offloader = assembly.runtime.offloader
+    report = OffloadReport() if offloader is None else offloader.report
+    return {f"offload_{name}": value for name, value in asdict(report).items()}
+
+
+def _offload(by_stage: Sequence[Sequence[RankStep]]) -> OffloadRecord:
+    """What the ranks of each pipeline rank moved."""
+    ranks = [rank for members in by_stage for rank in members]
+    num_uses = sum(rank.offload_num_uses for rank in ranks)
+    return OffloadRecord(
+        out_bytes=int(sum(rank.offload_out_bytes for rank in ranks)),
+        back_bytes=int(sum(rank.offload_back_bytes for rank in ranks)),
+        hit_rate=sum(rank.offload_num_hits for rank in ranks) / num_uses if num_uses else 1.0,
+        num_unplanned=int(sum(rank.offload_num_unplanned for rank in ranks)),
+        stall_s=tuple(_mean(rank.offload_wait_s for rank in members) for members in by_stage),
+        peak_bytes=tuple(int(max(rank.offload_peak_bytes for rank in members)) for members in by_stage),
+    )
+
+
+def _compression(ranks: Sequence[RankStep]) -> tuple[float, float]:
+    """How many times fewer bytes the reductions sent, and their error over what they were to say."""
+    sent, fp32, squares, error_squares = (
+        sum(getattr(rank, f"reduction_{name}") for rank in ranks)
+        for name in ("bytes", "fp32_bytes", "squares", "error_squares")
+    )
+    return fp32 / sent if sent else 1.0, math.sqrt(error_squares / squares) if squares else 0.0
+
+
+def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
+    """The record of a step from what its ranks measured.
+
+    bubble_measured is 1 - busy / (ranks x makespan): busy is time in F, B, I and W; the makespan is the longest
+    time of any rank from its first action to the end of its last gradient reduction, without the optimizer.
+    """
+    config, ranks = assembly.config, outcome.ranks
+    step_s = max(rank.step_s for rank in ranks)
+    makespan_s = max(rank.pipeline_s for rank in ranks)
+    by_stage: list[list[RankStep]] = [[] for _ in range(config.parallel.pipeline_parallel_size)]
+    for index, rank in enumerate(ranks):
+        by_stage[config.parallel.coordinate_of(index).pipeline].append(rank)
+    busy_s = tuple(_mean(rank.busy_s for rank in members) for members in by_stage)
+    mean_busy_s = _mean(busy_s)
+    accounts = [
+        [rank.account | {OTHER: rank.other_s + step_s - rank.step_s} for rank in of] for of in by_stage
+    ]
+    whole_backward_s = sum(rank.whole_backward_s for rank in ranks)
+    batch = assembly.train.at(outcome.step)
+    bubble = assembly.expected_bubbles.of(assembly.runtime.schedule_for(batch.num_microbatches))
+    num_samples = batch.num_samples
+    num_tokens = assembly.train.num_tokens(outcome.step)
+    flops_per_token = assembly.training_flops_per_token(assembly.train.mean_context(outcome.step))
+    flops_per_s = num_tokens * flops_per_token / step_s / len(ranks)
+    peak = peak_flops(device_name(assembly.device), COMPUTE_DTYPES[config.precision.compute])
+    compression = (None, None) if config.compression.method == "none" else _compression(ranks)
+    return StepRecord(
+        step=outcome.step,
+        loss=sum(rank.loss for rank in ranks),
+        further_loss=sum(rank.further_loss for rank in ranks) if config.model.mtp.num_modules else None,
+        grad_norm=outcome.judgement.grad_norm,
+        skipped=outcome.judgement.skipped,
+        loss_scale=outcome.loss_scale,
+        learning_rate=outcome.learning_rate,
+        step_s=step_s,
+        num_tokens=num_tokens,
+        num_microbatches=batch.num_microbatches,
+        padding_share=assembly.train.padding_share(outcome.step)
+        if config.data.batching == "documents"
+        else None,
+        tokens_per_s=num_tokens / step_s,
+        samples_per_s=num_samples / step_s,
+        model_tflops_per_rank=flops_per_s / 1e12,
+        mfu=None if peak is None else flops_per_s / peak,
+        busy_s=busy_s,
+        idle_s=tuple(makespan_s - busy for busy in busy_s),
+        # Tenths of a microsecond: the clock gives no more, and the lines stay short.
+        time_s={
+            category: tuple(round(_mean(each[category] for each in of), 7) for of in accounts)
+            for category in CATEGORIES
+        },
+        bubble_measured=1 - mean_busy_s / makespan_s,
+        bubble_measured_span=1 - mean_busy_s / max(rank.span_s for rank in ranks),
+        bubble_simulated=bubble.simulated,
+        bubble_simulated_span=bubble.simulated_span,
+        bubble_formula=bubble.formula,
+        work_inflation=sum(rank.split_backward_s for rank in ranks) / whole_backward_s
+        if whole_backward_s
+        else None,
+        bytes_by_axis={
+            axis: int(sum(getattr(rank, f"{axis}_bytes") for rank in ranks))
+            for axis in BYTE_AXES
+            if config.model.moe.num_experts or axis not in _EXPERT_AXES
+        },
+        compression_ratio=compression[0],
+        compression_error=compression[1],
+        offload=None if assembly.runtime.offloader is None else _offload(by_stage),
+        moe=outcome.moe,
+        peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in ranks)),
+        peak_live_activations=tuple(
+            int(max(rank.peak_live_activations for rank in members)) for members in by_stage
+        ),
+        peak_held_weight_grad_bytes=tuple(
+            int(max(rank.peak_held_weight_grad_bytes for rank in members)) for members in by_stage
+        ),
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def timeline_is_due(config: LoggerConfig, step: int, num_steps: int) -> bool:
+    """Whether the timeline of `step`, counted from 0, is to be kept."""
+    interval = config.timeline_interval_steps
+    if config.name == "none" or interval == 0:
+        return False
+    return step + 1 == num_steps or (interval is not None and (step + 1) % interval == 0)
+
+
+def gather_timeline(assembly: Assembly, outcome: StepOutcome) -> Timeline | None:
+    """On rank 0 the timeline of the pipeline it is in, None elsewhere; all ranks call this."""
+    mesh = assembly.mesh
+    if (mesh.coordinate.data, mesh.coordinate.context, mesh.coordinate.tensor) != (0, 0, 0):
+        return None
+    traces: list[Trace] | None = None
+    if mesh.rank == 0:
+        traces = [outcome.trace] * mesh.config.pipeline_parallel_size
+    if mesh.pipeline is not None:
+        dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
+    if traces is None:
+        return None
+    global_ranks = ranks_along(mesh.config, mesh.coordinate, "pipeline")
+    clock = align(
+        [outcome.ranks[rank].start_s for rank in global_ranks],
+        [int(outcome.ranks[rank].clock_id) for rank in global_ranks],
+    )
+    batch = assembly.train.at(outcome.step)
+    schedule = assembly.runtime.schedule_for(batch.num_microbatches)
+    num_pipelines = mesh.config.world_size // mesh.config.pipeline_parallel_size
+    return build_timeline(outcome.step, schedule, traces, global_ranks, clock, num_pipelines=num_pipelines)
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

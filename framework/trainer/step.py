@@ -1,0 +1,236 @@
+"""One optimizer step over a global batch, and the loss over what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.experts import routing as moe
+from counterflow.framework.metrics.record import MoERecord
+from counterflow.framework.optim.lr import learning_rate
+from counterflow.framework.optim.scaled_gradient import with_scaled_gradient
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.measure import Judgement, StepOutcome, UnfinishedStep, gather_ranks
+from counterflow.models.transformer import TransformerStage
+from counterflow.parallel.collectives import all_reduce
+from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
+from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
+from counterflow.parallel.zero.unit import add_tied_gradients
+
+
+class TokenLoss:
+    """The loss function of one micro-batch: the sum over its tokens, over the valid tokens of the global batch.
+
+    That of further predictions (MTP) is added to the gradient alone, weighted, so that losses of models with and
+    without it compare; further_loss: fp64, its sum so far, not weighted. Where no gradient is wanted it is not
+    computed. It divides by the same number of tokens, though the last of a sequence have no further one to predict
+    (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25). loss_scale: of the gradient alone.
+    """
+
+    def __init__(self, assembly: Assembly, num_valid_tokens: int) -> None:
+        self._assembly, self._num_valid_tokens = assembly, num_valid_tokens
+        self.loss_scale = 1.0
+        self.further_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
+
+    def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        logits, hidden = output if isinstance(output, tuple) else (output, None)
+        loss = self._loss(logits, targets)
+        if hidden is None or not torch.is_grad_enabled():
+            return with_scaled_gradient(loss, self.loss_scale)
+        config, runtime = self._assembly.config.model.mtp, self._assembly.runtime
+        stage = runtime.stages[runtime.schedule.num_stages - 1].module
+        assert isinstance(stage, TransformerStage)
+        predictions = stage.further_predictions(hidden, targets)
+        further = torch.stack([self._loss(*each) for each in predictions]).mean()
+        self.further_loss += further.detach()
+        whole = loss + config.loss_weight * (further - further.detach())
+        return with_scaled_gradient(whole, self.loss_scale)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses = vocab_parallel_cross_entropy(
+            logits, targets, self._assembly.axes.tensor, vocab_size=self._assembly.vocab_size
+        )
+        return losses.sum() / self._num_valid_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOutcome:
+    """A global batch after its backward.
+
+    loss, further_loss: this rank's part of the loss and of that of further predictions (see `TokenLoss`).
+    moe: what the routers of the whole model did, the same on every rank; None: it has none.
+    """
+
+    loss: float
+    further_loss: float
+    moe: MoERecord | None
+
+
+def forward_backward(
+    assembly: Assembly, step: int, recorder: Recorder, validate: Callable[[], bool] | None = None
+) -> BatchOutcome:
+    """Forward and backward of the global batch of `step`.
+
+    Afterwards the gradients of every fragment are complete: summed over micro-batches, replicas, the tensor
+    axis where partial, and both ends of a tie, without the loss scale; routers have counted and moved their biases.
+    validate: of the step before (see `Runtime.step`).
+    """
+    batch = assembly.train.batch(step)
+    device, has_experts = assembly.device, assembly.config.model.moe.num_experts > 0
+    loss_fn = TokenLoss(assembly, batch.num_valid_tokens)
+    units = [unit for stage in assembly.stages.values() for unit in stage.units]
+
+    def count_anew() -> None:
+        loss_scale = assembly.guard.loss_scale
+        loss_fn.loss_scale = loss_scale
+        loss_fn.further_loss.zero_()
+        for unit in units:
+            unit.loss_scale = loss_scale
+        if has_experts:
+            moe.begin_step(assembly.modules, batch.num_valid_tokens, loss_scale)
+
+    def validate_and_count() -> bool:
+        assert validate is not None
+        is_redone = validate()
+        if is_redone:  # and so are the forwards that were counted
+            count_anew()
+        if assembly.undo is not None:
+            assembly.undo.keep()
+        return is_redone
+
+    count_anew()
+    if validate is None and assembly.undo is not None:
+        assembly.undo.keep()
+    result = assembly.runtime.step(
+        [tokens.to(device) for tokens in batch.tokens],
+        [targets.to(device) for targets in batch.targets],
+        loss_fn,
+        num_microbatches=batch.num_microbatches,
+        loss_reduction="sum",
+        share_losses=False,
+        recorder=recorder,
+        validate=None if validate is None else validate_and_count,
+    )
+    with recorder.record(Activity.REDUCE):
+        add_tied_gradients(assembly.stages.values(), assembly.axes.ends)
+    routing: MoERecord | None = None
+    if has_experts:
+        with recorder.record(Activity.COLLECTIVE_WAIT):
+            routing = moe.finish_step(
+                assembly.modules,
+                assembly.config.model,
+                world=assembly.axes.world,
+                expert_parallel_size=assembly.axes.expert.size,
+                has_copies=assembly.config.balance.spare_slots > 0,
+                device=device,
+            )
+    # Tensor-parallel ranks all compute the loss; it is counted once.
+    is_counted = assembly.axes.tensor.rank == 0
+    return BatchOutcome(
+        loss=float(result.losses.sum()) if is_counted else 0.0,
+        further_loss=float(loss_fn.further_loss) if is_counted else 0.0,
+        moe=routing,
+    )
+
+
+def learning_rate_of(config: TrainConfig, step: int, num_steps: int, skipped_batches: float = 0.0) -> float:
+    """The learning rate of `step` in a run of `num_steps`.
+
+    It goes by samples, in batches of the full size: while the batch grows, warm-up and decay are the slower.
+    skipped_batches: of the steps before that were skipped, which do not count.
+    """
+    return learning_rate(
+        config.optimizer.lr_schedule,
+        config.batch_plan.batches_before(step + 1) - 1 - skipped_batches,
+        config.batch_plan.batches_before(num_steps),
+        config.optimizer.base_lr,
+        config.parallel.data_parallel_size,
+    )
+
+
+def begin_step(
+    assembly: Assembly, step: int, *, may_step_ahead: bool = False
+) -> tuple[UnfinishedStep, Judgement | None]:
+    """One step over the global batch of `step`, up to where other ranks have to be waited for.
+
+    Validates the step before where that was made ahead: what became of it is returned as well.
+    may_step_ahead: let the optimizer step without the norm where it can; else the norm is waited for.
+    """
+    config, optimizer = assembly.config, assembly.optimizer
+    recorder = Recorder(assembly.device)
+    assembly.axes.meter.reset()
+    earlier: list[Judgement] = []
+
+    def validate() -> bool:
+        validation = optimizer.validate(recorder)
+        earlier.append(_judged(assembly, step - 1, validation.norm))
+        return validation.is_redone
+
+    if optimizer.is_ahead:
+        batch = forward_backward(assembly, step, recorder, validate)
+    else:
+        # The ranks start together: what one logs or draws between steps is part of the step, not of its bubble.
+        dist.barrier(group=assembly.mesh.world)
+        batch = forward_backward(assembly, step, recorder)
+    rate = learning_rate_of(config, step, config.training.num_steps, assembly.guard.skipped_batches)
+    judgement: Judgement | None = None
+    loss_scale = assembly.guard.loss_scale
+    with recorder.record(Activity.OPTIMIZER):
+        if may_step_ahead and optimizer.can_step_ahead:
+            optimizer.step_ahead(rate, batch.loss)
+        else:
+            judgement = _judged(assembly, step, optimizer.step(rate, recorder, batch.loss))
+    recorder.stop()
+    trace = recorder.trace()
+    unfinished = UnfinishedStep(
+        step=step,
+        judgement=judgement,
+        learning_rate=rate,
+        loss_scale=loss_scale if assembly.guard.scales_loss else None,
+        ranks=gather_ranks(assembly, batch.loss, batch.further_loss, trace),
+        trace=trace,
+        moe=batch.moe,
+    )
+    return unfinished, earlier[0] if earlier else None
+
+
+def _judged(assembly: Assembly, step: int, norm: float) -> Judgement:
+    """What became of `step`; where it was skipped, nothing but its batch is used up."""
+    guard = assembly.guard
+    if guard.last is not None:
+        assert assembly.undo is not None
+        assembly.undo.restore()
+        plan = assembly.config.batch_plan
+        guard.skipped_batches += plan.batches_before(step + 1) - plan.batches_before(step)
+    return Judgement(grad_norm=norm, skipped=guard.last)
+
+
+def train_step(assembly: Assembly, step: int) -> StepOutcome:
+    """One optimizer step over the global batch of `step`."""
+    unfinished, _ = begin_step(assembly, step)
+    return unfinished.finish()
+
+
+def evaluate(assembly: Assembly) -> float | None:
+    """The validation loss per token over the held-out batches; None where nothing is held out."""
+    assert not assembly.optimizer.is_ahead, "the parameters are not validated yet"
+    if assembly.validation is None or assembly.num_validation_batches == 0:
+        return None
+    total = torch.zeros((), dtype=torch.float64, device=assembly.device)
+    for index in range(assembly.num_validation_batches):
+        batch = assembly.validation.batch(index)
+        result = assembly.runtime.evaluate(
+            [tokens.to(assembly.device) for tokens in batch.tokens],
+            [targets.to(assembly.device) for targets in batch.targets],
+            TokenLoss(assembly, batch.num_valid_tokens),
+            share_losses=False,
+        )
+        if assembly.axes.tensor.rank == 0:
+            total += result.losses.sum()
+    all_reduce(total, assembly.axes.world)
+    return float(total) / assembly.num_validation_batches

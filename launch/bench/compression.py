@@ -1,0 +1,166 @@
+"""`counterflow bench compression` on local ranks: with no limit to their links and, where it can be set, with one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from counterflow.framework.bench.config import CompressionBenchConfig
+from counterflow.framework.bench.network import set_rate, why_not
+from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.compose import compose_config, find_choices
+from counterflow.models.config import ModelConfig
+from counterflow.parallel.compress.config import CompressionConfig
+
+if TYPE_CHECKING:
+    from counterflow.framework.bench.compression import Row
+
+# How far the gain in time may be from the one that bytes foretell.
+TARGET_OFF = 0.15
+
+
+def bench_compression(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """Measure and print a table; what --json prints.
+
+    Raises ValueError: for a method or model that there is none of. RunFailedError: where a rank fails.
+    """
+    from counterflow.framework.bench.compression import NONE
+
+    _check_methods(config.methods)
+    model = compose_config([f"model={config.model}"]).model
+    names = dict.fromkeys((NONE, *config.methods))
+    methods = {
+        # Without warm-up: it is the compressed steps that are of interest.
+        name: replace(compose_config([f"compression={name}"]).compression, warmup_steps=0)
+        for name in names
+    }
+    rate = config.mbit_per_s
+    reason = why_not() if rate is not None else None
+    if reason is not None:
+        console.print(f"no rate-limited link: {reason}; loopback only", highlight=False)
+        rate = None
+    console.print(
+        f"the gradient of model={config.model} summed over {config.num_ranks} ranks, "
+        f"{'for all of them' if config.everywhere else 'each its own range'}; {config.repeats} steps of each method "
+        "are counted, in turn",
+        highlight=False,
+        soft_wrap=True,
+    )
+    rates = (None,) if rate is None else (None, rate)
+    rows = _mappings(
+        run_ranks(
+            _rank, (config, rates, model, methods), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate
+        )
+    )
+    _print(rows, console)
+    return {"rows": rows, "rate_limited": reason or ("measured" if rate is not None else "not asked for")}
+
+
+def _check_methods(methods: Sequence[str]) -> None:
+    options = find_choices().groups["compression"]
+    for name in methods:
+        if name not in options:
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(
+                f"methods=[{','.join(methods)}]: no way to compress is called {name}{hint}; choose from "
+                f"{', '.join(options)}"
+            )
+
+
+def _rank(
+    config: CompressionBenchConfig,
+    rates: Sequence[float | None],
+    model: ModelConfig,
+    methods: Mapping[str, CompressionConfig],
+) -> list[Row]:
+    from counterflow.framework.bench.compression import measure_compression
+
+    return measure_compression(
+        model,
+        methods,
+        rates=rates,
+        # Without a limited one the link is loopback, which is left as it is.
+        set_rate=set_rate if len(rates) > 1 else lambda rate: None,
+        is_everywhere=config.everywhere,
+        compute_s=config.compute_ms / 1e3,
+        repeats=config.repeats,
+        report=_say,
+    )
+
+
+def _say(row: Row) -> None:
+    print(f"  {_link(row.mbit_per_s)}, {row.method}: {1e3 * row.best_s:.0f} ms a step", flush=True)
+
+
+def _link(mbit_per_s: float | None) -> str:
+    return "no limit" if mbit_per_s is None else f"{mbit_per_s:g} Mbit/s"
+
+
+def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Plain values; on a limited link with the time that bytes foretell and what both say the method gains."""
+    from counterflow.framework.bench.compression import NONE, predicted_s
+
+    unlimited = {row.method: row for row in rows if row.mbit_per_s is None}
+    plain = {row.mbit_per_s: row for row in rows if row.method == NONE}
+    mappings: list[dict[str, Any]] = []
+    for row in rows:
+        mapping: dict[str, Any] = {
+            "link": _link(row.mbit_per_s),
+            "method": row.method,
+            "num_elements": row.num_elements,
+            "sent_bytes": row.sent_bytes,
+            "fp32_bytes": row.fp32_bytes,
+            "ratio": row.ratio,
+            "message_error": row.message_error,
+            "sum_error": row.sum_error,
+            "best_s": row.best_s,
+            "speedup": plain[row.mbit_per_s].best_s / row.best_s,
+            "step_s": list(row.step_s),
+        }
+        if row.mbit_per_s is not None:
+            predicted = predicted_s(unlimited[row.method], row.mbit_per_s)
+            mapping["predicted_s"] = predicted
+            mapping["predicted_speedup"] = predicted_s(unlimited[NONE], row.mbit_per_s) / predicted
+            mapping["off"] = mapping["speedup"] / mapping["predicted_speedup"] - 1
+        mappings.append(mapping)
+    return mappings
+
+
+def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    for link in dict.fromkeys(row["link"] for row in rows):
+        table = Table(title=f"gradients on the wire, {link}", title_justify="left", caption_justify="left")
+        table.add_column("method")
+        here = [row for row in rows if row["link"] == link]
+        titles = ["MB", "ratio", "error", "of sum", "step ms", "gain"]
+        if "off" in here[0]:
+            titles += ["by bytes", "off"]
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in here:
+            table.add_row(row["method"], *_cells(row))
+        table.caption = "MB: of a rank; error: of a first message and of its sum; gain: in time"
+        if "off" in here[0]:
+            table.caption += (
+                "\nby bytes: the gain foretold by the step without a limit and the bytes at the rate; "
+                f"aim: off by at most {TARGET_OFF:.0%}"
+            )
+        console.print(table)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    cells = [
+        f"{row['sent_bytes'] / 1e6:.2f}",
+        f"{row['ratio']:.1f}",
+        f"{row['message_error']:.3f}",
+        f"{row['sum_error']:.3f}",
+        f"{1e3 * row['best_s']:.0f}",
+        f"{row['speedup']:.2f}",
+    ]
+    return cells + ([f"{row['predicted_speedup']:.2f}", f"{row['off']:+.0%}"] if "off" in row else [])

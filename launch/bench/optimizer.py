@@ -1,0 +1,90 @@
+"""`counterflow bench optimizer` on local ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from counterflow.framework.bench.config import OptimizerBenchConfig
+from counterflow.launch.bench.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from counterflow.framework.bench.optimizer import OptimizerRow
+
+
+def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """Measure and print a table; what --json prints.
+
+    Raises ValueError: where a schedule does not take the sizes. RunFailedError: where a rank fails.
+    """
+    from counterflow.parallel.pipeline.schedules.registry import generate
+
+    for name in config.schedules:
+        generate(name, config.num_ranks, config.num_microbatches)
+    console.print(
+        f"{len(config.schedules)} schedules on {config.num_ranks} ranks, {config.num_microbatches} micro-batches, F, I "
+        f"and W sleep {config.action_ms:g} ms each: {config.repeats} rows of {config.num_steps} steps that wait for "
+        "the norm, that do not, and of which every other one has to be made again",
+        highlight=False,
+    )
+    rows: list[OptimizerRow] = run_ranks(_rank, (config,), num_ranks=config.num_ranks, folder=folder)
+    mapped = [_mapping(row) for row in rows]
+    _print(mapped, console)
+    return {"rows": mapped}
+
+
+def _rank(config: OptimizerBenchConfig) -> list[OptimizerRow]:
+    from counterflow.framework.bench.optimizer import measure_optimizer
+
+    return measure_optimizer(
+        config.schedules,
+        config.num_ranks,
+        config.num_microbatches,
+        config.action_ms / 1e3,
+        config.num_steps,
+        config.repeats,
+        _say,
+    )
+
+
+def _say(row: OptimizerRow) -> None:
+    from counterflow.framework.bench.optimizer import Mode
+
+    print(f"  {row.schedule}: without waiting {row.ratio(Mode.AHEAD):.3f} of the time", flush=True)
+
+
+def _mapping(row: OptimizerRow) -> dict[str, Any]:
+    from counterflow.framework.bench.optimizer import Mode
+
+    return {
+        "schedule": row.schedule,
+        "num_ranks": row.num_ranks,
+        "num_microbatches": row.num_microbatches,
+        "theory_ratio": row.theory_span_s / row.theory_makespan_s,
+        "theory_makespan_s": row.theory_makespan_s,
+        "theory_span_s": row.theory_span_s,
+        "waits_s": row.median_s(Mode.WAITS),
+        "ahead_s": row.median_s(Mode.AHEAD),
+        "redone_s": row.median_s(Mode.REDONE),
+        "ahead_ratio": row.ratio(Mode.AHEAD),
+        "redone_ratio": row.ratio(Mode.REDONE),
+        "step_s": {mode: list(times) for mode, times in row.step_s.items()},
+    }
+
+
+def _print(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(
+        title="a step with post-validation, over one that waits for the norm of all ranks",
+        title_justify="left",
+    )
+    for column in ("schedule", "theory", "measured", "every other one redone", "waiting, ms", "theory, ms"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for row in rows:
+        ratios = [f"{row[name]:.3f}" for name in ("theory_ratio", "ahead_ratio", "redone_ratio")]
+        times = [f"{1e3 * row[name]:.0f}" for name in ("waits_s", "theory_makespan_s")]
+        table.add_row(row["schedule"], *ratios, *times)
+    table.caption = "theory: the longest time a rank has work, over the time from the first work to the last"
+    console.print(table)

@@ -1,0 +1,106 @@
+"""`counterflow bench p2p` on local ranks: over loopback and, where namespaces are allowed, over a rate-limited link."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from counterflow.framework.bench.config import P2PBenchConfig
+from counterflow.framework.bench.network import why_not
+from counterflow.launch.bench.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from counterflow.framework.bench.p2p import Case, Row
+
+LOOPBACK = "loopback"
+
+
+def bench_p2p(config: P2PBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+    """Measure, print a table and the verdict; what --json prints.
+
+    Raises RunFailedError: where a rank fails.
+    """
+    rates = list(config.mbit_per_s)
+    reason = why_not() if rates else None
+    if reason is not None:
+        console.print(f"no rate-limited link: {reason}; loopback only", highlight=False)
+        rates = []
+    sizes = ", ".join(f"{size:g}" for size in config.tensor_mib)
+    console.print(
+        f"activations of {sizes} MiB on {config.num_ranks} ranks, whole and in chunks by turns, {config.repeats} "
+        f"of each; in the steps F, I and W sleep {config.action_ms:g} ms",
+        highlight=False,
+    )
+    rows: list[Row] = []
+    for rate in (None, *rates):
+        rows += _measure(config, rate, folder)
+    _print(rows, console)
+    return {"rows": [_mapping(row) for row in rows], "rate_limited": reason or "measured"}
+
+
+def _measure(config: P2PBenchConfig, rate: float | None, folder: Path) -> list[Row]:
+    from counterflow.framework.bench.p2p import CASES
+
+    link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
+    return run_ranks(_rank, (config, CASES, link), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate)
+
+
+def _rank(config: P2PBenchConfig, cases: Sequence[Case], link: str) -> list[Row]:
+    from counterflow.framework.bench.p2p import measure_p2p
+
+    return measure_p2p(
+        link,
+        cases,
+        [int(size * 2**20) for size in config.tensor_mib],
+        [size * 2**10 for size in config.chunk_kib],
+        action_s=config.action_ms / 1e3,
+        repeats=config.repeats,
+        report=_say,
+    )
+
+
+def _say(row: Row) -> None:
+    print(f"  {row.link}, {row.case}, {_sizes(row)}: {row.ratio:.3f} of the time whole", flush=True)
+
+
+def _sizes(row: Row) -> str:
+    return f"{row.tensor_bytes / 2**20:g} MiB in {row.chunk_bytes // 2**10} KiB"
+
+
+def _mapping(row: Row) -> dict[str, Any]:
+    names = ("link", "case", "tensor_bytes", "chunk_bytes", "ratio", "verdict", "whole_s", "chunked_s")
+    return {name: getattr(row, name) for name in names}
+
+
+def _print(rows: Sequence[Row], console: Console) -> None:
+    title = "transfers in chunks of so many KiB, beside the same whole"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for column in ("link", "case", "MiB", "KiB", "whole ms", "ratio", "of pairs", ""):
+        left = column in ("link", "case", "")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        ratios = row.ratios
+        table.add_row(
+            row.link,
+            row.case,
+            f"{row.tensor_bytes / 2**20:g}",
+            f"{row.chunk_bytes // 2**10}",
+            f"{1e3 * statistics.median(row.whole_s):.1f}",
+            f"{row.ratio:.3f}",
+            f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
+            row.verdict,
+        )
+    table.caption = "ratio: chunked over whole, median of pairs in turn; below 1 the chunks pay"
+    console.print(table)
+    counts = {name: sum(row.verdict == name for row in rows) for name in ("pays", "same", "costs")}
+    console.print(
+        f"comm.p2p_chunk_bytes: pays in {counts['pays']}, is the same in {counts['same']} and costs in "
+        f"{counts['costs']} of {len(rows)} cases",
+        highlight=False,
+    )

@@ -1,0 +1,135 @@
+"""`counterflow plan --model-only`: what a model costs, whatever runs it. Starts no rank and builds no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.models.cost import LayerCost, ModelCost, model_cost
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Rows of the table of layers: heading, and the field of the record.
+_PARTS = (
+    ("attention", "attention"),
+    ("router", "router"),
+    ("routed experts", "routed_experts"),
+    ("MLP or shared", "dense_mlp"),
+    ("norms, rest", "rest"),
+    ("together", "parameters"),
+    ("active", "active_parameters"),
+)
+
+
+def run(config: TrainConfig, *, console: Console) -> dict[str, Any]:
+    """Print parameters, active parameters and FLOPs per token of `config.model`, and what each layer has of them.
+
+    Sequences have model.max_seq_length tokens; the vocabulary is the model's or, where it has none, the tokenizer's.
+    Returns what `--json` prints. parameters, active_parameters and the FLOPs are of the model that is left after
+    training; `mtp` has what MTP modules add, or None.
+    """
+    vocab_size = config.expected_vocab_size
+    seq_length = config.model.max_seq_length
+    whole = model_cost(config.model, seq_length=seq_length, vocab_size=vocab_size)
+    cost = whole.without_mtp
+    full = model_cost(
+        config.model, seq_length=seq_length, vocab_size=vocab_size, causal_halved=False
+    ).without_mtp
+    mtp = None
+    if config.model.mtp.num_modules:
+        mtp = {
+            "num_modules": config.model.mtp.num_modules,
+            "parameters": whole.parameters - cost.parameters,
+            "active_parameters": whole.active_parameters - cost.active_parameters,
+            "training_flops_per_token": whole.training_flops_per_token - cost.training_flops_per_token,
+        }
+    result = {
+        "model": config.model.name,
+        "seq_length": seq_length,
+        "vocab_size": vocab_size,
+        "parameters": cost.parameters,
+        "active_parameters": cost.active_parameters,
+        "embedding_parameters": cost.embedding_parameters,
+        "head_parameters": cost.head_parameters,
+        "forward_flops_per_token": cost.forward_flops_per_token,
+        "training_flops_per_token": cost.training_flops_per_token,
+        "training_flops_per_token_without_causal_halving": full.training_flops_per_token,
+        "mtp": mtp,
+        "layers": [{**asdict(layer), "parameters": layer.parameters} for layer in whole.layers],
+    }
+    _print(console, config.model.name, cost, full, mtp)
+    _print_layers(console, whole)
+    return result
+
+
+def _print(console: Console, name: str, cost: ModelCost, full: ModelCost, mtp: dict[str, Any] | None) -> None:
+    active = cost.active_parameters
+    lines = [
+        f"{name}: sequences of {cost.seq_length:,} tokens, vocabulary of {cost.vocab_size:,}",
+        f"parameters          {readable(cost.parameters)}",
+        f"active for a token  {readable(active)}; {readable(active - cost.embedding_parameters)} without the embedding",
+        f"training FLOPs      {readable_flops(cost.training_flops_per_token)} a token, causal attention halved; "
+        f"{readable_flops(full.training_flops_per_token)} with it whole",
+    ]
+    if mtp is not None:
+        lines.append(
+            f"MTP adds            {readable(mtp['parameters'])} parameters, {readable(mtp['active_parameters'])} "
+            f"active, {readable_flops(mtp['training_flops_per_token'])} training FLOPs a token"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_layers(console: Console, cost: ModelCost) -> None:
+    """A column for each kind of layer, a row for each part."""
+    from rich.table import Table
+
+    table = Table(title="parameters of one layer", title_justify="left")
+    table.add_column("")
+    for title in (*map(_layers_text, cost.layers), "embedding", "norm, head"):
+        table.add_column(title, justify="right")
+    ends = {"parameters", "active_parameters"}
+    for title, name in _PARTS:
+        values = [getattr(run, name) for run in cost.layers]
+        if any(values):
+            both = (cost.embedding_parameters, cost.head_parameters) if name in ends else (0, 0)
+            table.add_row(title, *[readable(value) if value else "" for value in (*values, *both)])
+    flops = [run.forward_flops_per_token for run in cost.layers]
+    of_layers = sum(run.count * run.forward_flops_per_token for run in cost.layers)
+    head = cost.forward_flops_per_token - of_layers
+    table.add_row("forward FLOPs", *map(readable_flops, flops), "", readable_flops(head))
+    kept = [f"{run.activation_bytes / 2**20:,.0f} MiB" for run in cost.layers]
+    table.add_row("activations", *kept, "", "")
+    notes = ["FLOPs: of a token; activations: in bf16, of one sequence, whole"]
+    if any(run.kind == "mtp" for run in cost.layers):
+        notes.append("MTP: with the head once more")
+    table.caption = "; ".join(notes)
+    console.print(table)
+
+
+def _layers_text(run: LayerCost) -> str:
+    if run.kind == "mtp":
+        return f"{run.count} x MTP"
+    last = run.first + run.count - 1
+    return f"{run.count} x {run.kind}\n{run.first} to {last}" if run.count > 1 else f"1 x {run.kind}\n{last}"
+
+
+def readable(count: float) -> str:
+    """As `671.03 B`, for parameters."""
+    return _scaled(count, ("", " K", " M", " B", " T"))
+
+
+def readable_flops(count: float) -> str:
+    """As `250.45 G`, with SI prefixes as FLOPs have them."""
+    return _scaled(count, ("", " K", " M", " G", " T", " P"))
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    for unit in units:
+        if abs(count) < 1000 or unit == units[-1]:
+            return f"{count:.0f}" if unit == "" else f"{count:.2f}{unit}"
+        count /= 1000
+    raise AssertionError("the last unit takes any count")

@@ -1,0 +1,401 @@
+"""`counterflow train`: prepare the data, make the run's folder, start the ranks, return what rank 0 measured.
+
+Where torchrun, srun or Kubernetes started this process as one rank among others (launch/ranks/environment.py) it joins
+them, once all are found to be started alike (launch/ranks/agreement.py); else it starts every rank of the config's
+layout on this machine.
+
+    counterflow train schedule=1f1b
+    torchrun --nnodes=2 --nproc-per-node=8 -m counterflow train parallel.data_parallel_size=4 ...
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from counterflow.framework.checks.rules import check, check_workload
+from counterflow.framework.config.mapping import config_hash, to_mapping
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.devices import device_identity, device_problems, shared_devices
+from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
+from counterflow.framework.metrics.sinks import check_logger
+from counterflow.framework.redaction import without_secrets
+from counterflow.framework.trainer.run import RunContext
+from counterflow.launch.compose import config_file_text
+from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
+from counterflow.launch.ranks.environment import JoinedRank, joined_rank, restart_problem, socket_environment
+from counterflow.launch.ranks.failure import describe, error_path, keep
+from counterflow.parallel.scratch_file import ScratchFile
+
+if TYPE_CHECKING:
+    from counterflow.framework.data.prepare import PreparedData
+
+_HOLD_SECONDARY_S = 2.0
+# Preparing a large corpus on rank 0 takes a while, and the other ranks wait for it.
+_PREPARE_TIMEOUT = timedelta(hours=4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What the command line says beside the config.
+
+    out: the run's folder; None makes a new one under `launcher.runs_dir`. command: as the user wrote it.
+    config_values: the config as it may be written down; None: what was given, without passwords.
+    """
+
+    out: Path | None = None
+    json_output: bool = False
+    command: Sequence[str] = field(default_factory=tuple)
+    config_values: Mapping[str, Any] | None = None
+
+
+def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
+    """Train; the summary of rank 0, or None on the other ranks of an environment that was joined.
+
+    Raises ConfigError: for a mistake in the config, before any rank starts.
+    Raises RunFailedError, RunInterruptedError: see `counterflow.launch.ranks.elastic.run_local`.
+    """
+    started_at = time.time()
+    joined = joined_rank(os.environ)
+    _refuse_restart(config, options, joined)
+    check(config)
+    _check_environment(config, joined)
+    if joined is not None:
+        return _join(config, options, joined, started_at)
+
+    from counterflow.launch.ranks.elastic import run_local
+
+    context = prepare_run(config, options, started_at)
+    num_ranks = config.parallel.world_size
+    _say(f"run folder {short_path(context.run_dir)}, {num_ranks} local rank{'s' * (num_ranks > 1)}")
+    from counterflow.framework.trainer.loop import (
+        run_rank,  # what the ranks need is imported once, before they are forked
+    )
+
+    results = run_local(
+        run_rank,
+        (config, context),
+        num_ranks=num_ranks,
+        run_dir=context.run_dir,
+        threads_per_rank=config.launcher.threads_per_rank,
+        grace_s=config.launcher.grace_s,
+    )
+    return _summary(results[0], context)
+
+
+def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datetime | None = None) -> Path:
+    """A new folder `<runs_dir>/<date-time>-<label>`, or `out` itself; absolute, and no other run's.
+
+    Raises ConfigError: where `out` holds something already, or no folder can be made.
+    """
+    try:
+        if out is not None:
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise ConfigError([f"--out {out}: it is there already and not empty; name a new folder"])
+            out.mkdir(parents=True, exist_ok=True)
+            return out.resolve()
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        name = f"{(now or datetime.now()):%Y%m%d-%H%M%S}-{label}"
+        number = 1
+        while True:
+            path = runs_dir / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+                return path.resolve()
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        where = f"--out {out}" if out is not None else f"launcher.runs_dir={runs_dir}"
+        raise ConfigError(
+            [f"{where}: no folder can be made there: {error}; name one that you may write to"]
+        ) from error
+
+
+def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedRank | None) -> None:
+    """A job goes on from a checkpoint only where it is told to.
+
+    Raises ConfigError: in the second round of a job that torchrun or Slurm has restarted.
+    """
+    if restart_problem(os.environ, resume=config.checkpoint.resume, earlier=None) is None:
+        return
+    if joined is not None and joined.rank:
+        sys.exit(2)  # rank 0 tells
+    earlier = _earlier_run(config, options)
+    problem = restart_problem(os.environ, resume=config.checkpoint.resume, earlier=earlier)
+    assert problem is not None
+    raise ConfigError([problem])
+
+
+def _earlier_run(config: TrainConfig, options: LaunchOptions) -> str | None:
+    """The newest run of this config that has a whole checkpoint."""
+    from counterflow.framework.trainer.resume import checkpoint_to_resume
+
+    runs_dir = Path(config.launcher.runs_dir).expanduser()
+    named = sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
+    for folder in [options.out] if options.out is not None else named:
+        try:
+            checkpoint_to_resume(str(folder))
+        except (OSError, ValueError):
+            continue
+        return short_path(folder.absolute())
+    return None
+
+
+def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
+    problems: list[str] = []
+    if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
+        problems.append(
+            f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
+            "runs/20260131-120000-1a2b3c4d"
+        )
+    elif config.checkpoint.resume is not None:
+        problems += _resume_problems(config, config.checkpoint.resume)
+    try:
+        check_logger(config.logger)
+    except ValueError as error:
+        problems.append(str(error))
+    ranks_here = config.parallel.world_size
+    if joined is not None:
+        ranks_here = joined.ranks_on_node or joined.local_rank + 1
+    problems += device_problems(config, ranks_here, joined=joined is not None)
+    problems += _folder_problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _folder_problems(config: TrainConfig) -> list[str]:
+    """Folders of this host that ranks are to write files to while they run."""
+    wanted = {
+        "offload.folder": config.offload.folder
+        if config.offload.is_active and config.offload.tier == "disk"
+        else None,
+        "optimizer.offload.folder": config.optimizer.offload.folder
+        if config.optimizer.offload.tier == "disk"
+        else None,
+    }
+    problems: list[str] = []
+    for key, folder in wanted.items():
+        if folder is None:
+            continue
+        try:
+            ScratchFile(Path(folder), setting=key, what="", remedy="")
+        except OSError as error:
+            problems.append(str(error.strerror))
+    return problems
+
+
+def _resume_problems(config: TrainConfig, source: str) -> list[str]:
+    """What can be known without the data; whether the tensors fit shows when they are loaded."""
+    from counterflow.framework.checkpoint.manifest import read_metadata
+    from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
+
+    try:
+        folder = checkpoint_to_resume(source)
+    except ValueError as error:
+        return [str(error)]
+    return resume_problems(config, folder, read_metadata(folder))
+
+
+def prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
+    from counterflow.framework.data.prepare import prepare
+
+    progress = _PrepareProgress() if show else None
+    try:
+        data = prepare(
+            config.data, config.tokenizer, global_batch_size=config.global_batch_size, progress=progress
+        )
+    finally:
+        if progress is not None:
+            progress.end()
+    if config.model.vocab_size is not None and config.model.vocab_size < data.vocab_size:
+        raise ConfigError(
+            [
+                f"model.vocab_size={config.model.vocab_size}: the tokenizer has {data.vocab_size} tokens, so some "
+                "would have no embedding; set model.vocab_size=null to take its size"
+            ]
+        )
+    if data.vocab_size != config.expected_vocab_size:
+        # What was checked before the data was known is of another vocabulary.
+        check_workload(config, data.vocab_size)
+    return data
+
+
+def prepare_run(
+    config: TrainConfig, options: LaunchOptions, started_at: float, *, kind: str = ""
+) -> RunContext:
+    """Prepare the data, then make the run's folder with its config.yaml: a mistake in the data leaves no folder.
+
+    kind: what the folder's name says beside time and hash, for commands other than train.
+
+    Raises ConfigError, ValueError: for what the data or the folder refuses.
+    """
+    return _new_run(config, options, prepare_data(config, show=True), started_at, kind)
+
+
+def _new_run(
+    config: TrainConfig, options: LaunchOptions, data: PreparedData, started_at: float, kind: str = ""
+) -> RunContext:
+    digest = config_hash(config)
+    label = "-".join(filter(None, (kind, digest[:8])))
+    run_dir = make_run_dir(Path(config.launcher.runs_dir).expanduser(), label, options.out)
+    (run_dir / "config.yaml").write_text(config_file_text(config, options.command, options.config_values))
+    return RunContext(
+        run_dir=run_dir,
+        data=data,
+        config_hash=digest,
+        started_at=started_at,
+        show_progress=True,
+        json_output=options.json_output,
+        config_values=options.config_values or without_secrets(to_mapping(config)),
+    )
+
+
+def _join(
+    config: TrainConfig, options: LaunchOptions, joined: JoinedRank, started_at: float
+) -> dict[str, Any] | None:
+    """Be one rank of an environment that somebody else started; rank 0 makes the run's folder and shares it."""
+    rank = joined.rank
+    if joined.world_size != config.parallel.world_size:
+        problem = (
+            f"{joined.size_name}={joined.world_size} in the environment: this layout has "
+            f"{config.parallel.world_size} rank(s) (pipeline x data x context x tensor); start that many, or change "
+            "the parallel.*_size values"
+        )
+        if rank:
+            sys.exit(2)  # rank 0 tells
+        raise ConfigError([problem])
+    import torch
+
+    os.environ.update(joined.variables)
+    if joined.is_on_loopback:
+        os.environ.update(socket_environment())
+    if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _say(
+            "a job that torchrun restarts is not resumed: its second round is refused (see checkpoint.resume)"
+        )
+    # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
+    store = open_store(joined, config.comm.timeout_s)
+    council = Council(store, rank=rank, world_size=joined.world_size)
+    context = (_lead if rank == 0 else _follow)(config, options, council, joined, started_at)
+    from counterflow.framework.trainer.loop import run_rank
+
+    if config.launcher.threads_per_rank is not None:
+        torch.set_num_threads(config.launcher.threads_per_rank)
+    try:
+        result = run_rank(config, context)
+    except StoppedError as error:
+        raise RunInterruptedError(str(error), signal_number=signal.SIGTERM) from error
+    except Exception as error:
+        raise _rank_failure(rank, error, context) from error
+    return _summary(result, context) if rank == 0 else None
+
+
+def _lead(
+    config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
+) -> RunContext:
+    """Rank 0: compare what all ranks say, first their configs and then their data, and make the run's folder."""
+    try:
+        council.arrive(facts_of(config))
+        council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
+        data = prepare_data(config, show=True)
+        council.answer("prepared", {})
+        council.say("data", _data_facts(config, data, joined))
+        council.agree("data", _PREPARE_TIMEOUT, _data_problems)
+        context = _new_run(config, options, data, started_at)
+    except BaseException as error:
+        council.dismiss(error, ("prepared", "run"))
+        raise
+    council.answer("run", {"run_dir": str(context.run_dir)})
+    return context
+
+
+def _follow(
+    config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
+) -> RunContext:
+    """Any other rank. Exits with 2 where rank 0 ends the run; it tells why."""
+    council.arrive(facts_of(config))
+    if council.wait_for("prepared", _PREPARE_TIMEOUT) is None:
+        sys.exit(2)
+    data: PreparedData | None = None
+    try:
+        data = prepare_data(config, show=False)
+        council.say("data", _data_facts(config, data, joined))
+    except Exception as error:
+        council.say("data", {"problem": str(error)})
+    told = council.wait_for("run", _PREPARE_TIMEOUT)
+    if told is None or data is None:
+        sys.exit(2)
+    return RunContext(
+        run_dir=Path(told["run_dir"]),
+        data=data,
+        config_hash=config_hash(config),
+        started_at=started_at,
+        show_progress=False,
+        json_output=options.json_output,
+    )
+
+
+def _data_facts(config: TrainConfig, data: PreparedData, joined: JoinedRank) -> dict[str, Any]:
+    tokens = {"data: hash of the tokens": data.content_hash, "data: size of the vocabulary": data.vocab_size}
+    return {"tokens": tokens, "device": device_identity(config.device, joined.local_rank)}
+
+
+def _data_problems(said: list[Mapping[str, Any]]) -> list[str]:
+    return differences([rank["tokens"] for rank in said]) + shared_devices([rank["device"] for rank in said])
+
+
+def _rank_failure(rank: int, error: Exception, context: RunContext) -> RunFailedError:
+    record = describe(rank, error)
+    path = error_path(context.run_dir, rank)
+    not_kept = keep(path, record.traceback)
+    if record.secondary:
+        time.sleep(
+            _HOLD_SECONDARY_S
+        )  # so that whoever started the ranks sees first the one that failed first
+    kept = f"is in {path}" if not_kept is None else f"could not be written to {path} ({not_kept})"
+    message = f"rank {rank} failed: {record.kind}: {record.message}; its traceback {kept}"
+    return RunFailedError(message, rank=rank, details=record.traceback)
+
+
+def _summary(result: Mapping[str, Any] | None, context: RunContext) -> dict[str, Any]:
+    return {
+        "run_dir": str(context.run_dir),
+        "config_hash": context.config_hash,
+        **(result or {}),
+        "total_s": round(time.time() - context.started_at, 3),
+    }
+
+
+class _PrepareProgress:
+    """Progress of the data on stderr: one line that is rewritten on a terminal, else a line for each part."""
+
+    def __init__(self) -> None:
+        self._part = ""
+        self._tty = sys.stderr.isatty()
+
+    def __call__(self, part: str, share: float) -> None:
+        if self._tty:
+            print(f"\r\033[Kpreparing the data: {part} {share:4.0%}", end="", file=sys.stderr, flush=True)
+        elif part != self._part:
+            print(f"preparing the data: {part}", file=sys.stderr, flush=True)
+        self._part = part
+
+    def end(self) -> None:
+        if self._tty and self._part:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def short_path(path: Path) -> str:
+    """`path` as seen from the working directory, where that is shorter."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

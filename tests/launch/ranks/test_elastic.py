@@ -1,0 +1,186 @@
+"""The launcher against real processes: every way to end a run ends all of it, in time, with one message."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+_LIMIT_S = 15.0
+_NUM_RANKS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+    seconds: float
+    leftovers: list[str]
+
+
+def _marked(marker: str) -> list[str]:
+    """Command lines of the live processes that inherited this marker in their environment."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            environment = (path / "environ").read_bytes()
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if marker.encode() in environment and state != "Z":
+            found.append(f"{path.name} {command}")
+    return found
+
+
+def _run(entry: str, folder: Path, signals: tuple[tuple[signal.Signals, bool], ...] = ()) -> Outcome:
+    """Run a toy entry on four ranks; each (signal, whole group?) is sent once a rank has said that it works.
+
+    `seconds` counts from the last signal, or from the moment at which the first toy said that it fails.
+    """
+    marker = f"COUNTERFLOW_TEST_MARKER={folder.name}-{time.time_ns()}"
+    name, _, value = marker.partition("=")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch.toy_ranks", entry, str(_NUM_RANKS), str(folder)],
+        cwd=_ROOT,
+        env={**os.environ, name: value, "TORCH_CPP_LOG_LEVEL": "FATAL"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None
+    begin, said = time.time(), ""
+    try:
+        if signals:
+            for _ in range(_NUM_RANKS):
+                said += launcher.stdout.readline()
+            assert said == "working\n" * _NUM_RANKS
+        for index, (number, whole_group) in enumerate(signals):
+            time.sleep(0.5 if index else 0.0)
+            if whole_group:
+                os.killpg(launcher.pid, number)
+            else:
+                launcher.send_signal(number)
+            begin = time.time()
+        out, err = launcher.communicate(timeout=100)
+        begin = min((float(at) for at in re.findall(r"failing at (\S+)", out)), default=begin)
+        seconds = time.time() - begin
+        # Where the launcher itself was killed, the kernel ends the ranks a moment later.
+        while (left := _marked(marker)) and signals and time.time() - begin < 10:
+            time.sleep(0.05)
+        return Outcome(code=launcher.returncode, out=said + out, err=err, seconds=seconds, leftovers=left)
+    finally:
+        for line in _marked(marker):
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+        launcher.wait()
+
+
+def _one_message(outcome: Outcome) -> str:
+    lines = outcome.err.strip().splitlines()
+    assert len(lines) == 1, outcome.err
+    assert outcome.seconds < _LIMIT_S
+    assert outcome.leftovers == []
+    return lines[0]
+
+
+def test_results_come_back_by_rank(tmp_path: Path) -> None:
+    outcome = _run("total", tmp_path)
+    assert (outcome.code, outcome.out.strip(), outcome.err) == (0, "[6.0, 6.0, 6.0, 6.0]", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_rank_begins_before_all_are_forked(tmp_path: Path) -> None:
+    """A fork while the store's server looks up an early rank's name leaves the resolver's lock taken in the child."""
+    outcome = _run("started", tmp_path)
+    assert (outcome.code, outcome.out.strip()) == (0, str([_NUM_RANKS] * _NUM_RANKS))
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("last_raises", "FAILED rank 3 failed: KeyError: 'the shard is not there', at toy_ranks.py:"),
+        ("last_is_killed", "was killed by SIGKILL"),
+        ("last_segfaults", "was killed by SIGSEGV; its stack is in"),
+        ("last_leaves", "left with exit code 0 before its work was done"),
+        ("last_exits_3", "FAILED rank 3 failed: SystemExit: 3"),
+        ("deaf", "FAILED rank 3 failed: RuntimeError: deaf and broken"),
+        ("with_child", "was killed by SIGKILL"),
+    ],
+)
+def test_a_failing_rank_ends_the_run_and_is_named(entry: str, said: str, tmp_path: Path) -> None:
+    outcome = _run(entry, tmp_path)
+    message = _one_message(outcome)
+    assert outcome.code == 1
+    assert message.startswith("FAILED rank 3 ")
+    assert said in message
+    errors = sorted(path.name for path in tmp_path.iterdir())
+    if "failed:" in message:
+        assert errors == ["rank-3-error.txt"]
+        assert "Traceback" in (tmp_path / "rank-3-error.txt").read_text()
+    else:
+        assert errors == (["rank-3-fault.txt"] if "SIGSEGV" in message else [])
+
+
+def test_a_rank_that_somebody_terminates_is_named(tmp_path: Path) -> None:
+    outcome = _run("first_is_terminated", tmp_path)
+    assert "rank 0 (process" in _one_message(outcome)
+    assert "was killed by SIGTERM" in outcome.err
+
+
+def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
+    """Neither those that waited, nor the signals by which the launcher ends the rest, are the cause."""
+    message = _one_message(_run("third_hangs", tmp_path))
+    assert message.startswith(
+        "FAILED rank 2 did not come to where others waited for it: it was in _compute_for_ever (toy_ranks.py:"
+    )
+    assert re.search(r"rank [013] waited: .*[Tt]imed out", message)
+    assert "_compute_for_ever" in (tmp_path / "rank-2-stack.txt").read_text()
+
+
+def test_a_full_disk_is_named_though_nothing_can_be_written(tmp_path: Path) -> None:
+    message = _one_message(_run("last_fills_the_disk", tmp_path))
+    assert message.startswith("FAILED rank 3 failed: OSError: [Errno 28] No space left on device")
+    assert "could not be written to" in message
+
+
+def test_the_same_error_on_every_rank_is_told_once(tmp_path: Path) -> None:
+    message = _one_message(_run("all_raise", tmp_path))
+    assert "every rank found the same mistake" in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "signals", "code", "said"),
+    [
+        ("work", ((signal.SIGINT, True),), 130, "STOPPED stopped by Ctrl-C; its 4 ranks have ended"),
+        ("work", ((signal.SIGTERM, False),), 143, "STOPPED stopped by SIGTERM; its 4 ranks have ended"),
+        ("work", ((signal.SIGHUP, True),), 129, "STOPPED stopped by SIGHUP; its 4 ranks have ended"),
+        ("deaf_work", ((signal.SIGINT, True),), 130, "STOPPED stopped by Ctrl-C; its 4 ranks have ended"),
+        ("deaf_work", ((signal.SIGINT, True), (signal.SIGINT, True)), 130, "STOPPED stopped by Ctrl-C"),
+    ],
+    ids=["ctrl-c", "sigterm", "sighup", "deaf-ctrl-c", "ctrl-c-twice"],
+)
+def test_a_signal_to_the_launcher_ends_the_run(
+    entry: str, signals: tuple[tuple[signal.Signals, bool], ...], code: int, said: str, tmp_path: Path
+) -> None:
+    outcome = _run(entry, tmp_path, signals)
+    assert _one_message(outcome).startswith(said)
+    assert outcome.code == code
+    if len(signals) == 2:
+        assert outcome.seconds < 3.0  # the second Ctrl-C does not wait for the grace time
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    outcome = _run("work", tmp_path, ((signal.SIGKILL, False),))
+    assert outcome.code == -signal.SIGKILL
+    assert outcome.leftovers == []
