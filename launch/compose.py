@@ -18,6 +18,7 @@ from typing import Any
 
 from counterflow.framework.config.mapping import (
     config_hash,
+    current_key,
     dotted_names,
     from_mapping,
     to_mapping,
@@ -59,6 +60,12 @@ def find_choices(config_dir: Path | None = None) -> Choices:
     return Choices(groups={group: tuple(sorted(names)) for group, names in sorted(options.items())})
 
 
+def with_current_keys(overrides: Sequence[str]) -> list[str]:
+    """`overrides` with keys that were renamed under the names they have now."""
+    keys = [text.partition("=")[0] for text in overrides]
+    return [current_key(key) + text[len(key) :] for key, text in zip(keys, overrides, strict=True)]
+
+
 def expand_sweep(overrides: Sequence[str], choices: Choices) -> list[list[str]]:
     """Every combination of the overrides' values: `a=1,2 b=3` is [a=1, b=3], [a=2, b=3].
 
@@ -68,6 +75,7 @@ def expand_sweep(overrides: Sequence[str], choices: Choices) -> list[list[str]]:
     from hydra.core.override_parser.types import Glob
 
     axes: list[list[str]] = []
+    overrides = with_current_keys(overrides)
     for text, override in zip(overrides, _parse(overrides), strict=True):
         if not override.is_sweep_override():
             axes.append([text])
@@ -121,6 +129,7 @@ def _compose(
 
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError([f"--config-dir {config_dir}: no such folder; name one laid out like conf/"])
+    overrides = with_current_keys(overrides)
     _check_overrides(overrides, find_choices(config_dir))
     # OmegaConf makes frozen dataclasses read-only and has no Literal, hence plain values.
     store = ConfigStore.instance()

@@ -113,7 +113,7 @@ class Mesh:
     expert: the ranks that share the experts of a layer out among them and exchange tokens, by expert rank.
     expert_replica: the ranks that hold the same experts: of the same expert rank, times the mirror pair.
     world: every rank.
-    ends: the ranks of the first and the last stage at this coordinate of the other axes, which hold the two
+    embedding: the ranks of the first and the last stage at this coordinate of the other axes, which hold the two
         copies of a tied embedding; on ranks between them, and where both stages share a rank, this rank alone.
     pipeline_reverse: a second communicator along the pipeline, because NCCL orders the operations of one
         communicator and activations and gradients travel in opposite directions; with gloo, `pipeline`.
@@ -129,7 +129,7 @@ class Mesh:
     replica: dist.ProcessGroup | None
     expert: dist.ProcessGroup | None
     expert_replica: dist.ProcessGroup | None
-    ends: dist.ProcessGroup | None
+    embedding: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
     made: tuple[dist.ProcessGroup, ...] = ()
 
@@ -190,8 +190,8 @@ def expert_replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored
     ]
 
 
-def ends_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
-    """Global ranks between which a tied embedding's gradients are added, ascending (see `Mesh.ends`)."""
+def embedding_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
+    """Global ranks between which a tied embedding's gradients are added, ascending (see `Mesh.embedding`)."""
     last = config.pipeline_parallel_size - 1
     if mirrored or coordinate.pipeline not in (0, last):
         return [config.rank_of(coordinate)]
@@ -243,7 +243,7 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
         expert=group(expert_ranks(config, coordinate), "expert"),
         expert_replica=group(expert_replica_ranks(config, coordinate, mirrored=mirrored), "expert replica"),
-        ends=group(ends_ranks(config, coordinate, mirrored=mirrored), "ends"),
+        embedding=group(embedding_ranks(config, coordinate, mirrored=mirrored), "embedding"),
         world=group(list(range(world_size)), "world"),
         made=tuple(made),
     )

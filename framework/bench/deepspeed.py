@@ -94,7 +94,7 @@ def _train(assemblies: dict[str, Assembly], num_steps: int) -> dict[str, EngineR
             outcome = train_step(assembly, step)
             loss = sum(rank.loss for rank in outcome.ranks)
             step_s = max(rank.step_s for rank in outcome.ranks)
-            steps[engine].append((loss, outcome.judgement.grad_norm, step_s))
+            steps[engine].append((loss, outcome.verdict.grad_norm, step_s))
     runs: dict[str, EngineRun] = {}
     for engine, assembly in assemblies.items():
         losses, norms, seconds = zip(*steps[engine], strict=True)

@@ -71,8 +71,8 @@ class Row:
     def prediction_error(self) -> float:
         """Of the peaks, the largest of any rank."""
         return max(
-            abs(foretold - found) / found
-            for foretold, found in zip(self.simulated_peak_bytes, self.peak_bytes, strict=True)
+            abs(predicted - found) / found
+            for predicted, found in zip(self.simulated_peak_bytes, self.peak_bytes, strict=True)
         )
 
 
@@ -244,7 +244,7 @@ def _row(measured: _Measured, costs: Costs) -> Row:
     room = assembly.workload.room
     simulated_stall_s = 0.0
     if room is None:
-        foretold = assembly.workload.peak_activation_bytes(schedule)
+        predicted = assembly.workload.peak_activation_bytes(schedule)
     else:
         copies = CopyModel(
             sizes=_sizes(measured),
@@ -252,7 +252,7 @@ def _row(measured: _Measured, costs: Costs) -> Row:
             bytes_per_s=config.offload.copy_bytes_per_s,
         )
         simulation = simulate(schedule, costs, copies)
-        foretold, simulated_stall_s = simulation.peak_bytes, sum(simulation.stall)
+        predicted, simulated_stall_s = simulation.peak_bytes, sum(simulation.stall)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         everyone,
@@ -272,7 +272,7 @@ def _row(measured: _Measured, costs: Costs) -> Row:
         budget_share=case.budget_share,
         budget_bytes=None if room is None else room.budget_bytes,
         peak_bytes=tuple(each["peak"] for each in everyone),
-        simulated_peak_bytes=tuple(foretold),
+        simulated_peak_bytes=tuple(predicted),
         step_s=tuple(map(max, zip(*(each["step"] for each in everyone), strict=True))),
         stall_s=tuple(map(sum, zip(*(each["stall"] for each in everyone), strict=True))),
         simulated_stall_s=simulated_stall_s,

@@ -1,6 +1,6 @@
-"""Plans of torch.distributed.checkpoint over boxes: who writes which chunk, and which chunks fill which box.
+"""Plans of torch.distributed.checkpoint over shards: who writes which chunk, and which chunks fill which shard.
 
-DCP's own planners take one tensor of a name per rank; a ZeRO shard is several boxes of one tensor.
+DCP's own planners take one tensor of a name per rank; a ZeRO shard is several shards of one tensor.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from counterflow.framework.checkpoint.box import TensorBox
+from counterflow.framework.checkpoint.shard import TensorShard
 
-# (name, offsets, sizes): equal keys are copies of one box.
+# (name, offsets, sizes): equal keys are copies of one shard.
 BoxKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-class BoxSavePlanner(SavePlanner):
-    """Saves `boxes`; a box that several ranks hold is written by one of them, so that all write about as much."""
+class ShardSavePlanner(SavePlanner):
+    """Saves `shards`; a shard that several ranks hold is written by one of them, so that all write about as much."""
 
-    def __init__(self, boxes: Sequence[TensorBox]) -> None:
-        self._boxes = {key_of(box): box for box in boxes if box.tensor.numel()}
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._shards = {key_of(shard): shard for shard in shards if shard.tensor.numel()}
 
     def set_up_planner(
         self,
@@ -56,10 +56,10 @@ class BoxSavePlanner(SavePlanner):
         pass
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(box) for box in self._boxes.values()])
+        return SavePlan([_write_item(shard) for shard in self._shards.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Raises ValueError: where ranks disagree on a tensor, boxes overlap, or a tensor has gaps."""
+        """Raises ValueError: where ranks disagree on a tensor, shards overlap, or a tensor has gaps."""
         metadata = _global_metadata(all_plans)
         place = {
             (name, tuple(chunk.offsets), tuple(chunk.sizes)): number
@@ -82,23 +82,23 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._boxes[_item_key(write_item)].tensor.detach()
+        return self._shards[_item_key(write_item)].tensor.detach()
 
 
-class BoxLoadPlanner(LoadPlanner):
-    """Fills `boxes` in place from every chunk that overlaps them, whatever layout wrote the chunks.
+class ShardLoadPlanner(LoadPlanner):
+    """Fills `shards` in place from every chunk that overlaps them, whatever layout wrote the chunks.
 
     `partial`: tensors of the checkpoint that no rank asks for are left aside instead of refused; those whose names
     begin with one of `optional` always are.
     """
 
     def __init__(
-        self, boxes: Sequence[TensorBox], *, checkpoint: str, partial: bool, optional: tuple[str, ...] = ()
+        self, shards: Sequence[TensorShard], *, checkpoint: str, partial: bool, optional: tuple[str, ...] = ()
     ) -> None:
-        self._boxes: dict[str, list[TensorBox]] = defaultdict(list)
-        for box in boxes:
-            if box.tensor.numel():
-                self._boxes[box.name].append(box)
+        self._shards: dict[str, list[TensorShard]] = defaultdict(list)
+        for shard in shards:
+            if shard.tensor.numel():
+                self._shards[shard.name].append(shard)
         self._checkpoint = checkpoint
         self._partial, self._optional = partial, optional
         self._stored: dict[str, TensorStorageMetadata] = {}
@@ -116,17 +116,17 @@ class BoxLoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Raises ValueError: where a tensor is missing, or has another shape or kind of dtype."""
-        missing = [name for name in self._boxes if name not in self._stored]
+        missing = [name for name in self._shards if name not in self._stored]
         if missing:
             raise ValueError(self._missing(missing))
         items: list[ReadItem] = []
-        for name, boxes in self._boxes.items():
+        for name, shards in self._shards.items():
             stored = self._stored[name]
-            for box in boxes:
-                self._check(box, stored)
-            found = create_read_items_for_chunk_list(name, stored, [_chunk_of(box) for box in boxes])
+            for shard in shards:
+                self._check(shard, stored)
+            found = create_read_items_for_chunk_list(name, stored, [_chunk_of(shard) for shard in shards])
             filled = sum(math.prod(item.lengths) for item in found)
-            wanted = sum(box.tensor.numel() for box in boxes)
+            wanted = sum(shard.tensor.numel() for shard in shards)
             # Saving refuses gaps and overlaps, so anything else means an index this program did not write.
             assert filled == wanted, (name, filled, wanted)
             items += found
@@ -153,7 +153,7 @@ class BoxLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         index = read_item.dest_index
         assert index.index is not None
-        tensor = self._boxes[index.fqn][index.index].tensor.detach()
+        tensor = self._shards[index.fqn][index.index].tensor.detach()
         return narrow(tensor, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
@@ -164,28 +164,30 @@ class BoxLoadPlanner(LoadPlanner):
         hint = f" (it has {_examples(near)})" if near else ""
         return (
             f"'{self._checkpoint}' has no tensor {_examples(names)}{hint}: the model or optimizer is not the one "
-            f"that was saved ({len(names)} of {len(self._boxes)} tensors of this rank are missing); resume with the "
+            f"that was saved ({len(names)} of {len(self._shards)} tensors of this rank are missing); resume with the "
             "configuration in the run's folder"
         )
 
-    def _check(self, box: TensorBox, stored: TensorStorageMetadata) -> None:
-        if tuple(stored.size) != tuple(box.global_shape):
+    def _check(self, shard: TensorShard, stored: TensorStorageMetadata) -> None:
+        if tuple(stored.size) != tuple(shard.global_shape):
             raise ValueError(
-                f"tensor '{box.name}' has shape {tuple(stored.size)} in '{self._checkpoint}' and shape "
-                f"{tuple(box.global_shape)} here: the model is not the one that was saved; resume with the "
+                f"tensor '{shard.name}' has shape {tuple(stored.size)} in '{self._checkpoint}' and shape "
+                f"{tuple(shard.global_shape)} here: the model is not the one that was saved; resume with the "
                 "configuration in the run's folder"
             )
         dtype = stored.properties.dtype
-        if dtype != box.tensor.dtype and not (dtype.is_floating_point and box.tensor.dtype.is_floating_point):
+        if dtype != shard.tensor.dtype and not (
+            dtype.is_floating_point and shard.tensor.dtype.is_floating_point
+        ):
             raise ValueError(
-                f"tensor '{box.name}' has dtype {dtype} in '{self._checkpoint}' and {box.tensor.dtype} here: only "
+                f"tensor '{shard.name}' has dtype {dtype} in '{self._checkpoint}' and {shard.tensor.dtype} here: only "
                 "floating-point dtypes are converted; load it into a tensor of its own dtype"
             )
 
 
-def key_of(box: TensorBox) -> BoxKey:
-    """What makes two boxes copies of each other."""
-    return box.name, tuple(box.offsets), box.sizes
+def key_of(shard: TensorShard) -> BoxKey:
+    """What makes two shards copies of each other."""
+    return shard.name, tuple(shard.offsets), shard.sizes
 
 
 def narrow(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -195,18 +197,18 @@ def narrow(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tens
     return tensor
 
 
-def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+def _chunk_of(shard: TensorShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(shard.offsets), sizes=torch.Size(shard.sizes))
 
 
-def _write_item(box: TensorBox) -> WriteItem:
+def _write_item(shard: TensorShard) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(box.name, box.offsets),
+        index=MetadataIndex(shard.name, shard.offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk_of(box),
-            properties=TensorProperties(dtype=box.tensor.dtype),
-            size=torch.Size(box.global_shape),
+            chunk=_chunk_of(shard),
+            properties=TensorProperties(dtype=shard.tensor.dtype),
+            size=torch.Size(shard.global_shape),
         ),
     )
 
@@ -229,7 +231,7 @@ def _item_key(item: WriteItem) -> BoxKey:
 
 
 def _balance(plans: Sequence[SavePlan]) -> list[set[BoxKey]]:
-    """The boxes each rank writes: its own, and of the copies the next largest to the rank with least to write."""
+    """The shards each rank writes: its own, and of the copies the next largest to the rank with least to write."""
     holders: dict[BoxKey, list[int]] = defaultdict(list)
     num_bytes: dict[BoxKey, int] = {}
     for rank, plan in enumerate(plans):
@@ -266,14 +268,14 @@ def _global_metadata(plans: Sequence[SavePlan]) -> dict[str, TensorStorageMetada
         # Matched against themselves, disjoint chunks give one overlap each.
         if len(create_read_items_for_chunk_list(name, tensor, tensor.chunks)) != len(tensor.chunks):
             raise ValueError(
-                f"tensor '{name}': boxes overlap without being equal, so it is not known which value counts; save "
-                "copies as equal boxes, or from one rank only"
+                f"tensor '{name}': shards overlap without being equal, so it is not known which value counts; save "
+                "copies as equal shards, or from one rank only"
             )
         held, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
         if held != whole:
             raise ValueError(
                 f"tensor '{name}' of shape {tuple(tensor.size)}: the ranks hold {held} of its {whole} elements; "
-                "each element must be in a box of some rank"
+                "each element must be in a shard of some rank"
             )
     return dict(sorted(tensors.items()))
 

@@ -1,6 +1,6 @@
-"""Storage of torch.distributed.checkpoint as safetensors and JSON: several boxes of a tensor per rank, no pickle.
+"""Storage of torch.distributed.checkpoint as safetensors and JSON: several shards of a tensor per rank, no pickle.
 
-DCP's HuggingFaceStorageWriter keys the tensors of a file by name alone, so of several boxes of one tensor on a
+DCP's HuggingFaceStorageWriter keys the tensors of a file by name alone, so of several shards of one tensor on a
 rank it keeps the last; and DCP's default storage keeps its metadata as a pickle, which runs code when it is
 read. The writer and reader here implement DCP's public storage interfaces instead. (Between ranks of one job,
 DCP still sends its plans as pickled objects; none of it reaches a file.)

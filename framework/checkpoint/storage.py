@@ -1,4 +1,4 @@
-"""Save and load boxes through torch.distributed.checkpoint, whole or not at all, with one error for all ranks."""
+"""Save and load shards through torch.distributed.checkpoint, whole or not at all, with one error for all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from counterflow.framework.checkpoint.box import TensorBox
 from counterflow.framework.checkpoint.manifest import (
     CheckpointError,
     check_file,
@@ -23,18 +22,19 @@ from counterflow.framework.checkpoint.manifest import (
     read_manifest,
     remedy,
 )
-from counterflow.framework.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
+from counterflow.framework.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
 from counterflow.framework.checkpoint.safetensors_storage import (
     RANK_STATE,
     SafetensorsReader,
     SafetensorsWriter,
     file_name,
 )
+from counterflow.framework.checkpoint.shard import TensorShard
 
 
 def save(
     folder: Path,
-    boxes: Sequence[TensorBox],
+    shards: Sequence[TensorShard],
     metadata: Mapping[str, Any],
     *,
     group: dist.ProcessGroup | None,
@@ -42,13 +42,13 @@ def save(
 ) -> None:
     """Write the checkpoint `folder` (named by `step_folder`, on storage that all ranks see) from all of `group`.
 
-    boxes: what this rank holds; together they must hold every element of each tensor. Equal boxes are copies
+    shards: what this rank holds; together they must hold every element of each tensor. Equal shards are copies
     and are written once. metadata: JSON (data position, `config_hash`); that of the group's rank 0 counts.
     rank_state: JSON of this rank alone (random generators), read back by `read_rank_state`. group: None is this
     process alone. The checkpoint appears by one rename once every file is on the disk; leftovers of dead runs
     beside it are deleted.
 
-    Raises, on every rank alike, ValueError: where boxes overlap, leave gaps or disagree, or metadata is not
+    Raises, on every rank alike, ValueError: where shards overlap, leave gaps or disagree, or metadata is not
     JSON. CheckpointError: where a rank cannot write; nothing is left behind and older checkpoints are untouched.
     """
     writer = SafetensorsWriter(folder, metadata, rank_state)
@@ -57,7 +57,7 @@ def save(
             dcp_save(
                 {},
                 storage_writer=writer,
-                planner=BoxSavePlanner(boxes),
+                planner=ShardSavePlanner(shards),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -68,18 +68,18 @@ def save(
 
 def load(
     folder: Path,
-    boxes: Sequence[TensorBox],
+    shards: Sequence[TensorShard],
     *,
     group: dist.ProcessGroup | None,
     verify_checksums: bool = True,
     partial: bool = False,
     optional: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Fill the tensors of `boxes` in place from the checkpoint `folder`, and return its metadata and `step`.
+    """Fill the tensors of `shards` in place from the checkpoint `folder`, and return its metadata and `step`.
 
     Any layout loads what any layout saved. Every file is checked before the first tensor is touched: its size,
     and with `verify_checksums` its crc32, each file by one rank. Floating-point dtypes are converted to that of
-    the box. group: None is this process alone. partial: leave aside tensors that no rank asks for; optional: only
+    the shard. group: None is this process alone. partial: leave aside tensors that no rank asks for; optional: only
     those whose names begin so.
 
     Raises, on every rank alike, ValueError: where a tensor is missing or has another shape, the checkpoint has
@@ -87,7 +87,7 @@ def load(
     naming it and an older whole checkpoint.
     """
     reader = SafetensorsReader(folder, group, verify_checksums=verify_checksums)
-    planner = BoxLoadPlanner(boxes, checkpoint=str(folder), partial=partial, optional=optional)
+    planner = ShardLoadPlanner(shards, checkpoint=str(folder), partial=partial, optional=optional)
     with _agreed_errors(f"checkpoint '{folder}' was not loaded", lambda: remedy(folder)):
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     return {"step": reader.manifest.step, **reader.manifest.metadata}

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
+from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, save
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.experts.config import BalanceConfig
@@ -68,12 +68,12 @@ class Parity:
     at which its bound is the same. param_rel: of the parameters after the last step, |a - b| / |b|; param_of_bound: the
     largest part of a tensor's bound that is used up. worst_grad, worst_param: the names of these tensors.
     first_norm_rel, norm_rel: of the norm that gradients are clipped by, in the first step and over all.
-    further_loss_rel: of the loss of MTP modules, None without. different_routing: the first step and layer whose
+    mtp_loss_rel: of the loss of MTP modules, None without. different_routing: the first step and layer whose
     experts had other loads, as `step 3, layer 1`; None where all are equal, or there are no experts.
     """
 
     loss_rel: float
-    further_loss_rel: float | None
+    mtp_loss_rel: float | None
     first_norm_rel: float
     norm_rel: float
     grad_rel: float
@@ -88,7 +88,7 @@ class Parity:
     @property
     def holds(self) -> bool:
         """All within their bounds, and every token routed alike."""
-        tight = (self.loss_rel, self.further_loss_rel or 0.0, self.first_norm_rel, self.grad_rel)
+        tight = (self.loss_rel, self.mtp_loss_rel or 0.0, self.first_norm_rel, self.grad_rel)
         return (
             all(number <= FP32_TOLERANCE for number in tight)
             and self.norm_rel <= DRIFT_TOLERANCE
@@ -106,7 +106,7 @@ class StepTrail:
     """
 
     loss: float
-    further_loss: float
+    mtp_loss: float
     norm: float
     loads: dict[int, tuple[float, ...]]
 
@@ -155,12 +155,13 @@ def train_and_compare(
     """Train the reference of `config` in this one process and compare it to what a layout wrote to `folder`."""
     trained = _train(reference_config(config), run, device)
     theirs = [
-        replace(box, tensor=torch.empty_like(box.tensor)) for box in (*trained.gradients, *trained.parameters)
+        replace(shard, tensor=torch.empty_like(shard.tensor))
+        for shard in (*trained.gradients, *trained.parameters)
     ]
     load(folder, theirs, group=trained.assembly.mesh.world)
-    found = {box.name: box.tensor for box in theirs}
-    gradients = {box.name: box.tensor for box in trained.gradients}
-    parameters = {box.name: box.tensor for box in trained.parameters}
+    found = {shard.name: shard.tensor for shard in theirs}
+    gradients = {shard.name: shard.tensor for shard in trained.gradients}
+    parameters = {shard.name: shard.tensor for shard in trained.parameters}
     whole = math.hypot(*map(norm_of, gradients.values()))
     worst_grad, grad_rel = _worst(
         {name: gradient_difference(found[name], own, whole) for name, own in gradients.items()}
@@ -173,8 +174,8 @@ def train_and_compare(
     norms = [_largest_relative([mine.norm], [own.norm]) for mine, own in pairs]
     return Parity(
         loss_rel=_largest_relative([mine.loss for mine, _ in pairs], [own.loss for _, own in pairs]),
-        further_loss_rel=_largest_relative(
-            [mine.further_loss for mine, _ in pairs], [own.further_loss for _, own in pairs]
+        mtp_loss_rel=_largest_relative(
+            [mine.mtp_loss for mine, _ in pairs], [own.mtp_loss for _, own in pairs]
         )
         if config.model.mtp.num_modules
         else None,
@@ -250,8 +251,8 @@ class _Trained:
 
     assembly: Assembly
     trail: list[StepTrail]
-    gradients: list[TensorBox]
-    parameters: list[TensorBox]
+    gradients: list[TensorShard]
+    parameters: list[TensorShard]
     bounds: dict[str, Tensor]
 
 
@@ -276,37 +277,37 @@ def _train(
         trail.append(
             StepTrail(
                 loss=record.loss,
-                further_loss=record.further_loss or 0.0,
+                mtp_loss=record.mtp_loss or 0.0,
                 norm=record.grad_norm,
                 loads={layer.layer: layer.load for layer in layers},
             )
         )
         if every_copy:  # the reference, whose fragments are whole tensors
             _widen(bounds, assembly, record.step, record.learning_rate)
-    parameters = _boxes(
+    parameters = _shards(
         assembly,
         "model",
         [owned.fragment.master for owned in assembly.optimizer.owned],
         every_copy=every_copy,
     )
-    boxed = _boxes(assembly, "model", bounds, every_copy=every_copy)
+    boxed = _shards(assembly, "model", bounds, every_copy=every_copy)
     return _Trained(
         assembly=assembly,
         trail=trail,
         gradients=gradients,
         parameters=parameters,
-        bounds={box.name: box.tensor for box in boxed},
+        bounds={shard.name: shard.tensor for shard in boxed},
     )
 
 
-def _first_gradients(assembly: Assembly, *, every_copy: bool) -> list[TensorBox]:
+def _first_gradients(assembly: Assembly, *, every_copy: bool) -> list[TensorShard]:
     """Those of the first step, which is then made as if this had not been."""
     undo = step_undo(assembly.stages.values(), assembly.modules)
     undo.keep()
     forward_backward(assembly, 0, Recorder(assembly.device))
     found = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
     undo.restore()
-    return _boxes(assembly, "gradient", found, every_copy=every_copy)
+    return _shards(assembly, "gradient", found, every_copy=every_copy)
 
 
 def _widen(bounds: Sequence[Tensor], assembly: Assembly, step: int, rate: float) -> None:
@@ -328,16 +329,16 @@ def _widen(bounds: Sequence[Tensor], assembly: Assembly, step: int, rate: float)
         bound += torch.finfo(master.dtype).eps * master.abs()
 
 
-def _boxes(assembly: Assembly, key: str, flats: Sequence[Tensor], *, every_copy: bool) -> list[TensorBox]:
+def _shards(assembly: Assembly, key: str, flats: Sequence[Tensor], *, every_copy: bool) -> list[TensorShard]:
     """flats: one for each fragment of the optimizer."""
-    boxes: list[TensorBox] = []
+    shards: list[TensorShard] = []
     for owned, flat in zip(assembly.optimizer.owned, flats, strict=True):
         slot = owned.fragment.slot
         name = slot.placement.tied_to or slot.name
-        boxes += shard_boxes(
+        shards += tensor_shards(
             f"{key}.{name}", flat, owned.fragment.start, slot.shape, slot.placement, every_copy=every_copy
         )
-    return boxes
+    return shards
 
 
 def _worst(differences: Mapping[str, float]) -> tuple[str, float]:
@@ -370,7 +371,7 @@ def to_mapping(parity: Parity) -> dict[str, Any]:
     """Plain values, as printed by `counterflow parity --json`."""
     return {
         "loss_rel": parity.loss_rel,
-        "further_loss_rel": parity.further_loss_rel,
+        "mtp_loss_rel": parity.mtp_loss_rel,
         "first_norm_rel": parity.first_norm_rel,
         "norm_rel": parity.norm_rel,
         "grad_rel": parity.grad_rel,

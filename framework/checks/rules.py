@@ -236,11 +236,11 @@ def _tensor_problems(config: TrainConfig) -> list[str]:
 
 def _balance_problems(config: TrainConfig) -> list[str]:
     interval_steps, num_nodes = config.balance.interval_steps, config.balance.num_nodes
-    size, spare = config.parallel.expert_parallel_size, config.balance.spare_slots
+    size, spare = config.parallel.expert_parallel_size, config.balance.num_redundant_experts
     if spare and size == 1:
         return [
-            f"balance.spare_slots={spare}: they hold copies of other ranks' experts, and "
-            "parallel.expert_parallel_size=1; set that to 2 or more, or balance.spare_slots=0"
+            f"balance.num_redundant_experts={spare}: they hold copies of other ranks' experts, and "
+            "parallel.expert_parallel_size=1; set that to 2 or more, or balance.num_redundant_experts=0"
         ]
     if interval_steps == 0 and spare == 0:
         return []
@@ -257,7 +257,7 @@ def _balance_problems(config: TrainConfig) -> list[str]:
     others = config.model.moe.num_experts - config.model.moe.num_experts // size
     if spare > others:
         return [
-            f"balance.spare_slots={spare}: each of parallel.expert_parallel_size={size} ranks has "
+            f"balance.num_redundant_experts={spare}: each of parallel.expert_parallel_size={size} ranks has "
             f"{others} of model.moe.num_experts={config.model.moe.num_experts} still to hold a copy of; set it to "
             f"{others} or less"
         ]

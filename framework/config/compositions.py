@@ -70,7 +70,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _engine_refuses("bf16_reduce", "its sums are set to fp32", "set precision.reduce=fp32"),
     _engine_refuses("bf16_states", "it keeps the moments", "set precision.optimizer_states=fp32"),
     _engine_refuses(
-        "brakes", "from stage 1 on it has updated by the time the norm is known", "set brakes=none"
+        "skip_step", "from stage 1 on it has updated by the time the norm is known", "set skip_step=none"
     ),
     _engine_refuses(
         "checkpoints", "masters and moments are flat partitions of its own", "set checkpoint=none"
@@ -113,13 +113,13 @@ REFUSALS: tuple[Refusal, ...] = (
         first="bf16_reduce",
         second="copies",
         reason="copies stay equal only if their gradients are summed in one order, which is done in fp32",
-        remedy="set precision.reduce=fp32, or balance.spare_slots=0",
+        remedy="set precision.reduce=fp32, or balance.num_redundant_experts=0",
     ),
     Refusal(
         first="bf16_states",
         second="copies",
         reason="the noise of the rounding differs between the slots of an expert, and its copies would differ",
-        remedy="set precision.optimizer_states=fp32, or balance.spare_slots=0",
+        remedy="set precision.optimizer_states=fp32, or balance.num_redundant_experts=0",
     ),
     Refusal(
         first="context_parallel",
@@ -157,13 +157,13 @@ REFUSALS: tuple[Refusal, ...] = (
         first="copies",
         second="compression",
         reason="copies are in other places of their blocks, so compression would round their gradients otherwise",
-        remedy="set balance.spare_slots=0, or compression=none",
+        remedy="set balance.num_redundant_experts=0, or compression=none",
     ),
     Refusal(
         first="copies",
         second="quantised_weights",
         reason="copies are in other places of their blocks, so they would not be rounded to the same values",
-        remedy="set balance.spare_slots=0, or compression.weights=none",
+        remedy="set balance.num_redundant_experts=0, or compression.weights=none",
     ),
 )
 

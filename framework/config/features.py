@@ -67,12 +67,12 @@ def _zero(stage: int, title: str) -> Feature:
     )
 
 
-def _brakes_text(config: TrainConfig) -> str:
-    brakes = config.brakes
-    if brakes.skip_non_finite:
-        return "brakes.skip_non_finite=true"
-    name = "max_loss_z" if brakes.max_loss_z is not None else "max_norm_z"
-    return f"brakes.{name}={getattr(brakes, name)}"
+def _skip_step_text(config: TrainConfig) -> str:
+    skip_step = config.skip_step
+    if skip_step.skip_non_finite:
+        return "skip_step.skip_non_finite=true"
+    name = "max_loss_z" if skip_step.max_loss_z is not None else "max_norm_z"
+    return f"skip_step.{name}={getattr(skip_step, name)}"
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -128,11 +128,11 @@ FEATURES: tuple[Feature, ...] = (
         value=_text_of("precision.linear"),
     ),
     Feature(
-        key="brakes",
-        title="emergency brakes",
-        setting="brakes=skip",
-        active=lambda config: config.brakes.are_on,
-        value=_brakes_text,
+        key="skip_step",
+        title="skipping bad steps",
+        setting="skip_step=skip",
+        active=lambda config: config.skip_step.are_on,
+        value=_skip_step_text,
     ),
     Feature(
         key="compression",
@@ -186,9 +186,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         key="copies",
         title="copies of experts",
-        setting="balance.spare_slots > 0",
-        active=lambda config: config.balance.spare_slots > 0,
-        value=_text_of("balance.spare_slots"),
+        setting="balance.num_redundant_experts > 0",
+        active=lambda config: config.balance.num_redundant_experts > 0,
+        value=_text_of("balance.num_redundant_experts"),
     ),
     Feature(
         key="mtp",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from math import isfinite
@@ -15,6 +16,19 @@ from counterflow.framework.errors import ConfigError
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+# Keys that had another name, by the old one. Both are read for one release, the old one with a warning.
+RENAMED = {"brakes": "skip_step", "balance.spare_slots": "balance.num_redundant_experts"}
+
+
+def current_key(dotted: str) -> str:
+    """`dotted` under the name that it has now; a key that was not renamed as it is."""
+    for old, new in RENAMED.items():
+        if dotted == old or dotted.startswith(f"{old}."):
+            logger.warning("%s is called %s now; the old name goes with the next release", old, new)
+            return new + dotted[len(old) :]
+    return dotted
+
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
     """`mapping` (nested, plain values, lists for tuples) as the dataclass `cls`; missing keys keep their defaults.
@@ -23,10 +37,22 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
     """
     problems: list[str] = []
     known = dotted_names(cls)
-    result = _read(cls, mapping, "", known, problems)
+    result = _read(cls, _with_current_keys(mapping, "", known), "", known, problems)
     if problems:
         raise ConfigError(problems)
     return cast(T, result)
+
+
+def _with_current_keys(mapping: Mapping[str, Any], prefix: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """`mapping` with keys that were renamed under the names they have now."""
+    result: dict[str, Any] = {}
+    for key, value in mapping.items():
+        dotted = f"{prefix}{key}"
+        name = key if dotted in known else current_key(dotted).removeprefix(prefix)
+        if isinstance(value, Mapping):
+            value = _with_current_keys(cast(Mapping[str, Any], value), f"{prefix}{name}.", known)
+        result[name] = value
+    return result
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from counterflow.framework.data.config import DataConfig, TokenizerConfig
 from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.optim.config import OptimizerConfig, PrecisionConfig
-from counterflow.framework.optim.skip_step import BrakesConfig
+from counterflow.framework.optim.skip_step import SkipStepConfig
 from counterflow.models.config import ModelConfig
 from counterflow.models.recompute import RecomputeConfig
 from counterflow.parallel.compress.config import CompressionConfig
@@ -124,7 +124,7 @@ class TrainConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    brakes: BrakesConfig = field(default_factory=BrakesConfig)
+    skip_step: SkipStepConfig = field(default_factory=SkipStepConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     comm: CommConfig = field(default_factory=CommConfig)

@@ -15,7 +15,8 @@ class BalanceConfig:
     to nodes and experts to ranks, with more moves and a better balance.
     goal: a layer whose largest rank load is at most this over the mean stays as it is; `swap` stops there.
     max_swaps: of a layer, node and interval under `swap`; null: as many as help.
-    spare_slots: of a rank, beyond its equal share of a layer's experts. They hold copies of experts, from the first
+    num_redundant_experts: of a rank, beyond its equal share of a layer's experts. They hold copies of experts, from
+    the first
     step on, and tokens are shared out to all copies of theirs. Where experts move it is under `pack`, which chooses
     those that are worth a copy.
     num_nodes: over which the ranks of the expert axis spread, equally many each. Under `swap` no expert leaves its
@@ -27,7 +28,7 @@ class BalanceConfig:
     goal: float = 1.05
     max_swaps: int | None = None
     num_nodes: int = 1
-    spare_slots: int = 0
+    num_redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         if self.interval_steps < 0:
@@ -44,15 +45,15 @@ class BalanceConfig:
                 f"balance.max_swaps={self.max_swaps}: at least 1; null sets no limit, "
                 "balance.interval_steps=0 moves nothing"
             )
-        if self.spare_slots < 0:
+        if self.num_redundant_experts < 0:
             raise ValueError(
-                f"balance.spare_slots={self.spare_slots}: a number of slots of a rank; set it to 1 or more, or to 0 "
-                "for one copy of each expert"
+                f"balance.num_redundant_experts={self.num_redundant_experts}: a number of slots of a rank; set it "
+                "to 1 or more, or to 0 for one copy of each expert"
             )
-        if self.spare_slots and self.interval_steps and self.policy == "swap":
+        if self.num_redundant_experts and self.interval_steps and self.policy == "swap":
             raise ValueError(
-                f"balance.spare_slots={self.spare_slots} with balance.policy=swap: exchanges of experts do not choose "
-                "which of them have copies; set balance.policy=pack"
+                f"balance.num_redundant_experts={self.num_redundant_experts} with balance.policy=swap: "
+                "exchanges of experts do not choose which of them have copies; set balance.policy=pack"
             )
         if self.num_nodes < 1:
             raise ValueError(f"balance.num_nodes={self.num_nodes}: there is at least 1")

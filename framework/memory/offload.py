@@ -27,14 +27,16 @@ MARGIN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ActivationBudget:
     """budget_bytes: what a rank may hold. sizes: by stage, the bytes of one micro-batch that moves are planned with."""
 
     budget_bytes: int
     sizes: tuple[UnitBytes, ...]
 
 
-def room_of(config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool) -> Room:
+def activation_budget(
+    config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool
+) -> ActivationBudget:
     """The room that a budget leaves for activations. schedule: lowered, of a step of the full batch."""
     offload = config.offload
     budget = offload.budget_bytes
@@ -46,10 +48,10 @@ def room_of(config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: 
         UnitBytes(kept=math.ceil((1 + MARGIN) * size.kept), most=math.ceil((1 + MARGIN) * size.most))
         for size in unit_bytes(config, schedule, plan, vocab_size=vocab_size, on_cpu=on_cpu)
     )
-    return Room(budget_bytes=budget, sizes=sizes)
+    return ActivationBudget(budget_bytes=budget, sizes=sizes)
 
 
-def offloaded(config: TrainConfig, schedule: Schedule, room: Room | None) -> Schedule:
+def offloaded(config: TrainConfig, schedule: Schedule, room: ActivationBudget | None) -> Schedule:
     """The lowered `schedule` with OFFLOAD and RELOAD; itself where everything stays (`room` is None).
 
     Raises ValueError: where a rank cannot keep within the budget.
@@ -78,7 +80,7 @@ def too_small(config: TrainConfig, budget: int, least: int, step: str = "") -> s
     )
 
 
-def copy_model(config: TrainConfig, room: Room | None) -> CopyModel | None:
+def copy_model(config: TrainConfig, room: ActivationBudget | None) -> CopyModel | None:
     """What a simulation of an offloaded schedule counts copies with; None: everything stays."""
     if room is None:
         return None
@@ -88,7 +90,11 @@ def copy_model(config: TrainConfig, room: Room | None) -> CopyModel | None:
 
 
 def offloader_for(
-    config: TrainConfig, room: Room | None, modules: Mapping[int, nn.Module], *, device: torch.device
+    config: TrainConfig,
+    room: ActivationBudget | None,
+    modules: Mapping[int, nn.Module],
+    *,
+    device: torch.device,
 ) -> Offloader | None:
     """What moves the activations of this rank's stages; None: they stay.
 

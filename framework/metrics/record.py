@@ -132,7 +132,7 @@ class StepRecord:
     compression_ratio: bytes that the reductions of gradients would have sent in fp32, over those they sent, of all
     ranks. compression_error: the norm of what their messages left out, over that of what they were to say. None where
     gradients are not compressed.
-    further_loss: of the further predictions of MTP modules, the mean over the modules, not weighted and not in `loss`;
+    mtp_loss: of the further predictions of MTP modules, the mean over the modules, not weighted and not in `loss`;
     None in a model without.
     moe: the routers' part; None in a model without experts. balance: None where experts never move. offload: None
     where activations have no budget.
@@ -167,7 +167,7 @@ class StepRecord:
     padding_share: float | None = None
     compression_ratio: float | None = None
     compression_error: float | None = None
-    further_loss: float | None = None
+    mtp_loss: float | None = None
     moe: MoERecord | None = None
     balance: BalanceRecord | None = None
     offload: OffloadRecord | None = None

@@ -261,7 +261,7 @@ class ModelOptimizer:
 
     def _publish(self) -> None:
         for stage in self._stages:
-            stage.publish()
+            stage.sync_parameters()
 
     @property
     def _device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""Emergency brakes: which optimizer steps are skipped, as a pure rule (config node `brakes`).
+"""Which optimizer steps are skipped because they would do harm, as a pure rule (config node `skip_step`).
 
 Note [A skipped step]
 Its batch is used up and nothing else: parameters, moments, Adam's step count, the position in the learning-rate
@@ -26,7 +26,7 @@ _LEAST_DEVIATION = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrakesConfig:
+class SkipStepConfig:
     """Which steps are skipped, and how many at most; by default none is, and a norm that is not finite ends the run.
 
     skip_non_finite: skip a step whose loss or gradient norm is not finite.
@@ -48,16 +48,16 @@ class BrakesConfig:
             limit = getattr(self, name)
             if limit is not None and not 1 <= limit < math.inf:
                 raise ValueError(
-                    f"brakes.{name}={limit}: a z-score of 1 or more, or null to look at none; 8 catches spikes only"
+                    f"skip_step.{name}={limit}: a z-score of 1 or more, or null to look at none; 8 catches spikes only"
                 )
         for name, least in (("window_steps", 2), ("min_steps", 2), ("max_consecutive", 1), ("max_total", 1)):
             if getattr(self, name) < least:
                 raise ValueError(
-                    f"brakes.{name}={getattr(self, name)}: a number of steps; set it to {least} or more"
+                    f"skip_step.{name}={getattr(self, name)}: a number of steps; set it to {least} or more"
                 )
         if self.min_steps > self.window_steps:
             raise ValueError(
-                f"brakes.min_steps={self.min_steps}: the window never holds more than brakes.window_steps="
+                f"skip_step.min_steps={self.min_steps}: the window never holds more than skip_step.window_steps="
                 f"{self.window_steps}; set it to that or less"
             )
 
@@ -68,7 +68,7 @@ class BrakesConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrakesState:
+class SkipStepState:
     """What the rule keeps between steps: losses and norms of accepted steps, oldest first, and counts of skipped."""
 
     losses: tuple[float, ...] = ()
@@ -77,7 +77,7 @@ class BrakesState:
     num_total: int = 0
 
 
-def why_skipped(config: BrakesConfig, state: BrakesState, loss: float, norm: float) -> str | None:
+def why_skipped(config: SkipStepConfig, state: SkipStepState, loss: float, norm: float) -> str | None:
     """Why a step with this loss and gradient norm is not to be made; None: it is."""
     values = (
         ("loss", loss, config.max_loss_z, state.losses),
@@ -85,7 +85,7 @@ def why_skipped(config: BrakesConfig, state: BrakesState, loss: float, norm: flo
     )
     for name, value, limit, window in values:
         if not math.isfinite(value):
-            # A score of what is not finite is not finite: without the first brake that is for the caller to end.
+            # A score of what is not finite is not finite: without skip_non_finite that is for the caller to end.
             if config.skip_non_finite:
                 return f"the {name} is {value}"
             continue
@@ -109,18 +109,18 @@ def robust_z(value: float, window: Sequence[float]) -> float:
     return _NORMAL_QUARTILE * (value - median) / deviation
 
 
-def accepted(config: BrakesConfig, state: BrakesState, loss: float, norm: float) -> BrakesState:
+def accepted(config: SkipStepConfig, state: SkipStepState, loss: float, norm: float) -> SkipStepState:
     """The state after a step that was made."""
-    return BrakesState(
+    return SkipStepState(
         losses=(*state.losses, *filter(math.isfinite, (loss,)))[-config.window_steps :],
         norms=(*state.norms, norm)[-config.window_steps :],
         num_total=state.num_total,
     )
 
 
-def skipped(state: BrakesState) -> BrakesState:
+def skipped(state: SkipStepState) -> SkipStepState:
     """The state after a step that was skipped."""
-    return BrakesState(
+    return SkipStepState(
         losses=state.losses,
         norms=state.norms,
         num_consecutive=state.num_consecutive + 1,
@@ -128,10 +128,10 @@ def skipped(state: BrakesState) -> BrakesState:
     )
 
 
-def exceeded(config: BrakesConfig, state: BrakesState) -> str | None:
+def exceeded(config: SkipStepConfig, state: SkipStepState) -> str | None:
     """The bound that `state` is beyond, as config text; None: the run may go on."""
     if state.num_consecutive > config.max_consecutive:
-        return f"brakes.max_consecutive={config.max_consecutive}"
+        return f"skip_step.max_consecutive={config.max_consecutive}"
     if state.num_total > config.max_total:
-        return f"brakes.max_total={config.max_total}"
+        return f"skip_step.max_total={config.max_total}"
     return None

@@ -1,4 +1,4 @@
-"""Whether an optimizer step is made: loss scaling and the brakes around one decision, the same on every rank.
+"""Whether an optimizer step is made: loss scaling and the skip_step around one decision, the same on every rank.
 
 Every rank calls `StepGuard.judge` with the same two numbers, the loss and the gradient norm of the global batch, so
 all decide alike without a further message.
@@ -16,8 +16,8 @@ from torch import Tensor
 from counterflow.framework.optim.loss_scale import LossScale, LossScaleConfig, may_grow, scale_after
 from counterflow.framework.optim.rollback import Rollback
 from counterflow.framework.optim.skip_step import (
-    BrakesConfig,
-    BrakesState,
+    SkipStepConfig,
+    SkipStepState,
     accepted,
     exceeded,
     skipped,
@@ -27,15 +27,15 @@ from counterflow.parallel.compress.gradients import GradientReduction
 
 
 class StepGuard:
-    """The state of brakes and loss scaling. scaling: None without fp16.
+    """The state of skip_step and loss scaling. scaling: None without fp16.
 
     last: why the step judged last was skipped; None: it was made. skipped_batches: skipped so far, in batches of the
     full size: by so much the learning rate is behind.
     """
 
-    def __init__(self, brakes: BrakesConfig | None = None, scaling: LossScaleConfig | None = None) -> None:
-        self._brakes, self._scaling = brakes or BrakesConfig(), scaling
-        self._state = BrakesState()
+    def __init__(self, config: SkipStepConfig | None = None, scaling: LossScaleConfig | None = None) -> None:
+        self._config, self._scaling = config or SkipStepConfig(), scaling
+        self._state = SkipStepState()
         self._scale = None if scaling is None else LossScale(scale=scaling.initial_scale)
         self.last: str | None = None
         self.skipped_batches = 0.0
@@ -52,12 +52,12 @@ class StepGuard:
     @property
     def reads_loss(self) -> bool:
         """Whether `judge` is to be given the loss of the global batch."""
-        return self._brakes.are_on
+        return self._config.are_on
 
     @property
     def can_skip(self) -> bool:
         """Whether a step may be skipped: what it changes besides parameters is then to be kept."""
-        return self._brakes.are_on or self._scale is not None
+        return self._config.are_on or self._scale is not None
 
     @property
     def may_change_scale(self) -> bool:
@@ -68,23 +68,23 @@ class StepGuard:
         """Why the step is to be skipped; None: make it. num_updates: made so far, for messages.
 
         A norm that is not finite although the loss is finite, or is not known, is the loss scale's doing as long as
-        that can be lowered; all else is for the brakes.
+        that can be lowered; all else is for the skip_step.
 
         Raises FloatingPointError: where the norm is not finite and nothing may skip it, or too many were skipped.
         """
         self.last = None
         if self._scaling is not None and self._scale is not None:
-            is_loss_sound = not self._brakes.skip_non_finite or math.isfinite(loss)
+            is_loss_sound = not self._config.skip_non_finite or math.isfinite(loss)
             has_overflowed = not math.isfinite(norm) and is_loss_sound
             if has_overflowed and self._scale.scale > self._scaling.min_scale:
                 before = self._scale.scale
                 self._scale = scale_after(self._scaling, self._scale, has_overflowed=True)
                 self.last = f"gradients overflowed at loss scale {before:g}, it is {self._scale.scale:g} now"
                 return self.last
-        reason = why_skipped(self._brakes, self._state, loss, norm)
+        reason = why_skipped(self._config, self._state, loss, norm)
         if reason is None and math.isfinite(norm):
-            if self._brakes.are_on:
-                self._state = accepted(self._brakes, self._state, loss, norm)
+            if self._config.are_on:
+                self._state = accepted(self._config, self._state, loss, norm)
             if self._scaling is not None and self._scale is not None:
                 self._scale = scale_after(self._scaling, self._scale, has_overflowed=False)
             return None
@@ -94,7 +94,7 @@ class StepGuard:
                 f"the gradient norm is {norm}{scale} after {num_updates} steps: {_ADVICE}"
             )
         self._state = skipped(self._state)
-        bound = exceeded(self._brakes, self._state)
+        bound = exceeded(self._config, self._state)
         if bound is not None:
             raise FloatingPointError(
                 f"{reason} after {num_updates} steps, and {bound} allows no further step to be skipped "
@@ -113,13 +113,13 @@ class StepGuard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`; a loss scale that the run did not have then begins anew."""
-        brakes = state["brakes"]
-        window = self._brakes.window_steps
-        self._state = BrakesState(
-            losses=tuple(brakes["losses"])[-window:],
-            norms=tuple(brakes["norms"])[-window:],
-            num_consecutive=brakes["num_consecutive"],
-            num_total=brakes["num_total"],
+        skip_step = state["brakes"]
+        window = self._config.window_steps
+        self._state = SkipStepState(
+            losses=tuple(skip_step["losses"])[-window:],
+            norms=tuple(skip_step["norms"])[-window:],
+            num_consecutive=skip_step["num_consecutive"],
+            num_total=skip_step["num_total"],
         )
         if self._scale is not None and state["loss_scale"] is not None:
             self._scale = LossScale(**state["loss_scale"])

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_kind
-from counterflow.framework.memory.offload import Room, offloaded, room_of, too_small
+from counterflow.framework.memory.offload import ActivationBudget, activation_budget, offloaded, too_small
 from counterflow.framework.memory.recompute import (
     as_executed,
     peak_activation_bytes,
@@ -114,11 +114,11 @@ class Workload:
         )
 
     @cached_property
-    def room(self) -> Room | None:
+    def room(self) -> ActivationBudget | None:
         """The room there is for activations, in every step; None: for all that is made."""
         if not self.config.offload.is_active:
             return None
-        return room_of(
+        return activation_budget(
             self.config,
             self.executed(self.full_size),
             self.recompute_plan,
@@ -166,7 +166,7 @@ class Workload:
         if self.config.data.validation_batches:
             verify(forward_only(self.schedule(self.full_size)), forward_only=True)
 
-    def _too_small(self, room: Room, least: dict[int, int]) -> str:
+    def _too_small(self, room: ActivationBudget, least: dict[int, int]) -> str:
         """By the step that needs the most, so that what is advised is enough for all of them."""
         worst = max(least, key=lambda size: (least[size], size == self.full_size))
         step = "" if worst == self.full_size else f"in a step of {worst} micro-batches "

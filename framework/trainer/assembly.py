@@ -33,7 +33,7 @@ class Axes:
     replica: Axis
     expert: Axis
     expert_replica: Axis
-    ends: Axis
+    embedding: Axis
     world: Axis
     meter: ByteMeter
 

@@ -145,7 +145,7 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     if note is not None and mesh.rank == 0:
         logger.warning("%s", note)
     guard = StepGuard(
-        config.brakes, config.precision.loss_scale if config.precision.compute == "fp16" else None
+        config.skip_step, config.precision.loss_scale if config.precision.compute == "fp16" else None
     )
     optimizer = optimizer or ModelOptimizer(
         stages.values(),
@@ -185,7 +185,7 @@ def _axes_of(mesh: Mesh) -> Axes:
         replica=Axis(group=mesh.replica, name="data", meter=meter),
         expert=Axis(group=mesh.expert, name="expert", meter=meter),
         expert_replica=Axis(group=mesh.expert_replica, name="expert_data", meter=meter),
-        ends=Axis(group=mesh.ends, name="pipeline", meter=meter),
+        embedding=Axis(group=mesh.embedding, name="pipeline", meter=meter),
         world=Axis(group=mesh.world, name="world", meter=meter),
         meter=meter,
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
 from counterflow.framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
 from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
+from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, read_rank_state, save
 from counterflow.framework.config.mapping import to_mapping
 from counterflow.framework.config.tree import TrainConfig
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _COMPRESSION = "compression."
 
 
-def state_boxes(assembly: Assembly, *, every_copy: bool = True) -> Iterator[TensorBox]:
+def state_shards(assembly: Assembly, *, every_copy: bool = True) -> Iterator[TensorShard]:
     """Masters and optimizer state of this rank under their global names.
 
     `model.<parameter>` and `optimizer.<state>.<parameter>`; both copies of a tied parameter have one name. What
@@ -35,7 +35,7 @@ def state_boxes(assembly: Assembly, *, every_copy: bool = True) -> Iterator[Tens
     every_copy: of an expert that has several; they are equal, and only one of them is saved.
     """
     for name, tensor in routing_state(assembly.modules).items():
-        yield TensorBox(
+        yield TensorShard(
             name=f"routing.{name}",
             global_shape=tuple(tensor.shape),
             offsets=(0,) * tensor.dim(),
@@ -48,17 +48,17 @@ def state_boxes(assembly: Assembly, *, every_copy: bool = True) -> Iterator[Tens
         tensors = {f"model.{name}": fragment.master}
         tensors |= {f"optimizer.{state}.{name}": tensor for state, tensor in owned.state.items()}
         for key, tensor in tensors.items():
-            yield from shard_boxes(
+            yield from tensor_shards(
                 key, tensor, fragment.start, slot.shape, slot.placement, every_copy=every_copy
             )
 
 
-def compression_boxes(assembly: Assembly) -> Iterator[TensorBox]:
+def compression_shards(assembly: Assembly) -> Iterator[TensorShard]:
     """What compressed reductions keep on this rank: `compression.rank_<r>.stage_<s>.unit_<u>.<name>`, whole."""
     for index, stage in assembly.stages.items():
         for number, unit in enumerate(stage.units):
             for name, tensor in unit.reduction.state().items():
-                yield TensorBox(
+                yield TensorShard(
                     name=f"{_COMPRESSION}rank_{assembly.mesh.rank}.stage_{index}.unit_{number}.{name}",
                     global_shape=tuple(tensor.shape),
                     offsets=(0,) * tensor.dim(),
@@ -126,14 +126,14 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
-    boxes = list(state_boxes(assembly, every_copy=False))
+    shards = list(state_shards(assembly, every_copy=False))
     if assembly.config.compression.method != "none":
         metadata["compression"] = compression_layout(assembly)
-        boxes += compression_boxes(assembly)
+        shards += compression_shards(assembly)
     if assembly.balancer is not None:
         metadata["balance"] = assembly.balancer.state()
     with patient(assembly, f"while the checkpoint of step {num_steps} was saved"):
-        save(folder, boxes, metadata, group=assembly.mesh.world, rank_state=rng_state())
+        save(folder, shards, metadata, group=assembly.mesh.world, rank_state=rng_state())
         if assembly.mesh.rank == 0:
             prune(folder.parent, assembly.config.checkpoint.keep)
         dist.barrier(group=assembly.mesh.world)
@@ -184,13 +184,13 @@ def resume(assembly: Assembly, run: RunContext) -> int:
     if assembly.balancer is not None and "balance" in saved:
         # Before anything is loaded: what goes into a slot depends on whose it is.
         assembly.balancer.restore(saved["balance"], assembly)
-    boxes = list(state_boxes(assembly))
+    shards = list(state_shards(assembly))
     if goes_on_compressed(assembly, saved):
-        boxes += compression_boxes(assembly)
+        shards += compression_shards(assembly)
     with patient(assembly, f"while {folder} was loaded"):
         metadata = load(
             folder,
-            boxes,
+            shards,
             group=assembly.mesh.world,
             verify_checksums=assembly.config.checkpoint.verify_checksums,
             optional=(_COMPRESSION,),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from counterflow.framework.checkpoint.box import TensorBox
+from counterflow.framework.checkpoint.shard import TensorShard
 from counterflow.framework.checkpoint.storage import load
 from counterflow.models.config import ModelConfig
 from counterflow.models.hf.config import to_hf_config
@@ -41,9 +41,11 @@ def model_state(checkpoint: Path, config: ModelConfig, *, vocab_size: int) -> di
             name = f"layers.{index}.router.bias"
             names[f"routing.{name}"] = name
             wanted[f"routing.{name}"] = torch.Size((config.moe.num_experts,))
-    boxes = [
-        TensorBox(name=name, global_shape=tuple(shape), offsets=(0,) * len(shape), tensor=torch.empty(shape))
+    shards = [
+        TensorShard(
+            name=name, global_shape=tuple(shape), offsets=(0,) * len(shape), tensor=torch.empty(shape)
+        )
         for name, shape in wanted.items()
     ]
-    load(checkpoint, boxes, group=None, partial=True)
-    return {names[box.name]: box.tensor for box in boxes}
+    load(checkpoint, shards, group=None, partial=True)
+    return {names[shard.name]: shard.tensor for shard in shards}

@@ -49,7 +49,7 @@ class RankStep(NamedTuple):
     """
 
     loss: float
-    further_loss: float
+    mtp_loss: float
     step_s: float
     pipeline_s: float
     span_s: float
@@ -101,7 +101,7 @@ class RankStep(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class StepVerdict:
     """What became of a step once its norm was known. skipped: why it was not made; None: it was."""
 
     grad_norm: float
@@ -116,7 +116,7 @@ class StepOutcome:
     """
 
     step: int
-    judgement: Judgement
+    verdict: StepVerdict
     learning_rate: float
     loss_scale: float | None
     ranks: tuple[RankStep, ...]
@@ -139,23 +139,23 @@ class GatheredRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedStep:
-    """A step that this rank has done, before the others are known to have. judgement: None, not validated yet."""
+    """A step that this rank has done, before the others are known to have. verdict: None, not validated yet."""
 
     step: int
-    judgement: Judgement | None
+    verdict: StepVerdict | None
     learning_rate: float
     loss_scale: float | None
     ranks: GatheredRanks
     trace: Trace
     moe: MoERecord | None = None
 
-    def finish(self, judgement: Judgement | None = None) -> StepOutcome:
-        """Once every rank has done it. judgement: where it was not known yet."""
-        judgement = judgement or self.judgement
-        assert judgement is not None, "the step is not validated yet"
+    def finish(self, verdict: StepVerdict | None = None) -> StepOutcome:
+        """Once every rank has done it. verdict: where it was not known yet."""
+        verdict = verdict or self.verdict
+        assert verdict is not None, "the step is not validated yet"
         return StepOutcome(
             step=self.step,
-            judgement=judgement,
+            verdict=verdict,
             learning_rate=self.learning_rate,
             loss_scale=self.loss_scale,
             ranks=self.ranks.wait(),
@@ -164,13 +164,13 @@ class UnfinishedStep:
         )
 
 
-def gather_ranks(assembly: Assembly, loss: float, further_loss: float, trace: Trace) -> GatheredRanks:
+def gather_ranks(assembly: Assembly, loss: float, mtp_loss: float, trace: Trace) -> GatheredRanks:
     """Start to gather what every rank measured in the step of `trace`; all ranks call this."""
     sent = assembly.axes.meter.sent_bytes()
     inflation = trace.inflation() or Inflation(0.0, 0.0)
     mine = RankStep(
         loss=loss,
-        further_loss=further_loss,
+        mtp_loss=mtp_loss,
         step_s=trace.step_s,
         pipeline_s=trace.pipeline_s,
         span_s=trace.span_s,
@@ -262,9 +262,9 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
     return StepRecord(
         step=outcome.step,
         loss=sum(rank.loss for rank in ranks),
-        further_loss=sum(rank.further_loss for rank in ranks) if config.model.mtp.num_modules else None,
-        grad_norm=outcome.judgement.grad_norm,
-        skipped=outcome.judgement.skipped,
+        mtp_loss=sum(rank.mtp_loss for rank in ranks) if config.model.mtp.num_modules else None,
+        grad_norm=outcome.verdict.grad_norm,
+        skipped=outcome.verdict.skipped,
         loss_scale=outcome.loss_scale,
         learning_rate=outcome.learning_rate,
         step_s=step_s,

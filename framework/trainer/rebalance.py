@@ -46,7 +46,7 @@ def is_due(config: TrainConfig, step: int) -> bool:
 
 def initial_placement(config: BalanceConfig, *, num_experts: int, ep_size: int) -> ExpertsByRank:
     """Where the experts of every layer are before any has moved."""
-    return even_placement(num_experts, ep_size, config.spare_slots, config.num_nodes)
+    return even_placement(num_experts, ep_size, config.num_redundant_experts, config.num_nodes)
 
 
 def next_placement(
@@ -114,7 +114,7 @@ class Balancer:
             self._place(assembly, {layer: after[layer] for layer in changed})
             for unit in (unit for stage in assembly.stages.values() for unit in stage.units):
                 if unit.has_experts:
-                    unit.publish()
+                    unit.sync_parameters()
             all_reduce(sent_bytes, assembly.axes.world)
         moved = replace(
             record,

@@ -15,7 +15,7 @@ from counterflow.framework.metrics.record import MoERecord
 from counterflow.framework.optim.lr import learning_rate
 from counterflow.framework.optim.scaled_gradient import with_scaled_gradient
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.measure import Judgement, StepOutcome, UnfinishedStep, gather_ranks
+from counterflow.framework.trainer.measure import StepOutcome, StepVerdict, UnfinishedStep, gather_ranks
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import all_reduce
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
@@ -27,7 +27,7 @@ class TokenLoss:
     """The loss function of one micro-batch: the sum over its tokens, over the valid tokens of the global batch.
 
     That of further predictions (MTP) is added to the gradient alone, weighted, so that losses of models with and
-    without it compare; further_loss: fp64, its sum so far, not weighted. Where no gradient is wanted it is not
+    without it compare; mtp_loss: fp64, its sum so far, not weighted. Where no gradient is wanted it is not
     computed. It divides by the same number of tokens, though the last of a sequence have no further one to predict
     (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25). loss_scale: of the gradient alone.
     """
@@ -35,7 +35,7 @@ class TokenLoss:
     def __init__(self, assembly: Assembly, num_valid_tokens: int) -> None:
         self._assembly, self._num_valid_tokens = assembly, num_valid_tokens
         self.loss_scale = 1.0
-        self.further_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
+        self.mtp_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
 
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, hidden = output if isinstance(output, tuple) else (output, None)
@@ -47,7 +47,7 @@ class TokenLoss:
         assert isinstance(stage, TransformerStage)
         predictions = stage.further_predictions(hidden, targets)
         further = torch.stack([self._loss(*each) for each in predictions]).mean()
-        self.further_loss += further.detach()
+        self.mtp_loss += further.detach()
         whole = loss + config.loss_weight * (further - further.detach())
         return with_scaled_gradient(whole, self.loss_scale)
 
@@ -62,12 +62,12 @@ class TokenLoss:
 class BatchOutcome:
     """A global batch after its backward.
 
-    loss, further_loss: this rank's part of the loss and of that of further predictions (see `TokenLoss`).
+    loss, mtp_loss: this rank's part of the loss and of that of further predictions (see `TokenLoss`).
     moe: what the routers of the whole model did, the same on every rank; None: it has none.
     """
 
     loss: float
-    further_loss: float
+    mtp_loss: float
     moe: MoERecord | None
 
 
@@ -88,7 +88,7 @@ def forward_backward(
     def count_anew() -> None:
         loss_scale = assembly.guard.loss_scale
         loss_fn.loss_scale = loss_scale
-        loss_fn.further_loss.zero_()
+        loss_fn.mtp_loss.zero_()
         for unit in units:
             unit.loss_scale = loss_scale
         if has_experts:
@@ -117,7 +117,7 @@ def forward_backward(
         validate=None if validate is None else validate_and_count,
     )
     with recorder.record(Activity.REDUCE):
-        add_tied_gradients(assembly.stages.values(), assembly.axes.ends)
+        add_tied_gradients(assembly.stages.values(), assembly.axes.embedding)
     routing: MoERecord | None = None
     if has_experts:
         with recorder.record(Activity.COLLECTIVE_WAIT):
@@ -126,14 +126,14 @@ def forward_backward(
                 assembly.config.model,
                 world=assembly.axes.world,
                 expert_parallel_size=assembly.axes.expert.size,
-                has_copies=assembly.config.balance.spare_slots > 0,
+                has_copies=assembly.config.balance.num_redundant_experts > 0,
                 device=device,
             )
     # Tensor-parallel ranks all compute the loss; it is counted once.
     is_counted = assembly.axes.tensor.rank == 0
     return BatchOutcome(
         loss=float(result.losses.sum()) if is_counted else 0.0,
-        further_loss=float(loss_fn.further_loss) if is_counted else 0.0,
+        mtp_loss=float(loss_fn.mtp_loss) if is_counted else 0.0,
         moe=routing,
     )
 
@@ -155,7 +155,7 @@ def learning_rate_of(config: TrainConfig, step: int, num_steps: int, skipped_bat
 
 def begin_step(
     assembly: Assembly, step: int, *, may_step_ahead: bool = False
-) -> tuple[UnfinishedStep, Judgement | None]:
+) -> tuple[UnfinishedStep, StepVerdict | None]:
     """One step over the global batch of `step`, up to where other ranks have to be waited for.
 
     Validates the step before where that was made ahead: what became of it is returned as well.
@@ -164,7 +164,7 @@ def begin_step(
     config, optimizer = assembly.config, assembly.optimizer
     recorder = Recorder(assembly.device)
     assembly.axes.meter.reset()
-    earlier: list[Judgement] = []
+    earlier: list[StepVerdict] = []
 
     def validate() -> bool:
         validation = optimizer.validate(recorder)
@@ -178,28 +178,28 @@ def begin_step(
         dist.barrier(group=assembly.mesh.world)
         batch = forward_backward(assembly, step, recorder)
     rate = learning_rate_of(config, step, config.training.num_steps, assembly.guard.skipped_batches)
-    judgement: Judgement | None = None
+    verdict: StepVerdict | None = None
     loss_scale = assembly.guard.loss_scale
     with recorder.record(Activity.OPTIMIZER):
         if may_step_ahead and optimizer.can_step_ahead:
             optimizer.step_ahead(rate, batch.loss)
         else:
-            judgement = _judged(assembly, step, optimizer.step(rate, recorder, batch.loss))
+            verdict = _judged(assembly, step, optimizer.step(rate, recorder, batch.loss))
     recorder.stop()
     trace = recorder.trace()
     unfinished = UnfinishedStep(
         step=step,
-        judgement=judgement,
+        verdict=verdict,
         learning_rate=rate,
         loss_scale=loss_scale if assembly.guard.scales_loss else None,
-        ranks=gather_ranks(assembly, batch.loss, batch.further_loss, trace),
+        ranks=gather_ranks(assembly, batch.loss, batch.mtp_loss, trace),
         trace=trace,
         moe=batch.moe,
     )
     return unfinished, earlier[0] if earlier else None
 
 
-def _judged(assembly: Assembly, step: int, norm: float) -> Judgement:
+def _judged(assembly: Assembly, step: int, norm: float) -> StepVerdict:
     """What became of `step`; where it was skipped, nothing but its batch is used up."""
     guard = assembly.guard
     if guard.last is not None:
@@ -207,7 +207,7 @@ def _judged(assembly: Assembly, step: int, norm: float) -> Judgement:
         assembly.undo.restore()
         plan = assembly.config.batch_plan
         guard.skipped_batches += plan.batches_before(step + 1) - plan.batches_before(step)
-    return Judgement(grad_norm=norm, skipped=guard.last)
+    return StepVerdict(grad_norm=norm, skipped=guard.last)
 
 
 def train_step(assembly: Assembly, step: int) -> StepOutcome:

@@ -21,7 +21,7 @@ from counterflow.parallel.compress.config import CompressionConfig
 if TYPE_CHECKING:
     from counterflow.framework.bench.compression import Row
 
-# How far the gain in time may be from the one that bytes foretell.
+# How far the gain in time may be from the one that bytes predict.
 TARGET_OFF = 0.15
 
 
@@ -104,7 +104,7 @@ def _link(mbit_per_s: float | None) -> str:
 
 
 def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Plain values; on a limited link with the time that bytes foretell and what both say the method gains."""
+    """Plain values; on a limited link with the time that bytes predict and what both say the method gains."""
     from counterflow.framework.bench.compression import NONE, predicted_s
 
     unlimited = {row.method: row for row in rows if row.mbit_per_s is None}
@@ -148,7 +148,7 @@ def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
         table.caption = "MB: of a rank; error: of a first message and of its sum; gain: in time"
         if "off" in here[0]:
             table.caption += (
-                "\nby bytes: the gain foretold by the step without a limit and the bytes at the rate; "
+                "\nby bytes: the gain predicted by the step without a limit and the bytes at the rate; "
                 f"aim: off by at most {TARGET_OFF:.0%}"
             )
         console.print(table)

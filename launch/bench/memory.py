@@ -87,7 +87,16 @@ def _mapping(row: Row, none: Row) -> dict[str, Any]:
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
     table = Table(title="activations of a rank, and the time of a step", title_justify="left")
     table.add_column("case")
-    for title in ("MiB by rank", "foretold", "budget", "step", "stall, ms", "foretold", "moved, MiB", "hits"):
+    for title in (
+        "MiB by rank",
+        "predicted",
+        "budget",
+        "step",
+        "stall, ms",
+        "predicted",
+        "moved, MiB",
+        "hits",
+    ):
         table.add_column(title, justify="right")
     for row in rows:
         is_moved = row["budget_bytes"] is not None

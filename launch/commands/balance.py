@@ -26,12 +26,12 @@ from counterflow.parallel.expert.placement import (
 class BalancePlan:
     """`counterflow balance`: the ranks to place a run's experts on.
 
-    num_ranks: of the expert axis. spare_slots: for replicas on each rank, one placement for each number.
+    num_ranks: of the expert axis. num_redundant_experts: for replicas on each rank, one placement for each number.
     num_nodes, num_groups: see `ExpertLayout`. last_steps: whose loads are summed; 0: of every step.
     """
 
     num_ranks: int = 4
-    spare_slots: tuple[int, ...] = (0, 1, 2)
+    num_redundant_experts: tuple[int, ...] = (0, 1, 2)
     num_nodes: int = 1
     num_groups: int = 1
     last_steps: int = 0
@@ -39,8 +39,10 @@ class BalancePlan:
     def __post_init__(self) -> None:
         if self.num_ranks < 2:
             raise ValueError(f"num_ranks={self.num_ranks}: experts are shared out to 2 ranks or more")
-        if not self.spare_slots or min(self.spare_slots) < 0:
-            raise ValueError(f"spare_slots={list(self.spare_slots)}: one number or more, each 0 or more")
+        if not self.num_redundant_experts or min(self.num_redundant_experts) < 0:
+            raise ValueError(
+                f"num_redundant_experts={list(self.num_redundant_experts)}: one number or more, each 0 or more"
+            )
         if self.last_steps < 0:
             raise ValueError(f"last_steps={self.last_steps}: a number of steps, or 0 for all")
 
@@ -58,7 +60,7 @@ def run(run_dir: Path, plan: BalancePlan, out: Path, *, console: Console | None 
     # Refuses what does not divide, with the remedy.
     even = even_placement(num_experts, plan.num_ranks)
     placements: dict[int, tuple[ExpertsByRank, ...]] = {}
-    for spare in plan.spare_slots:
+    for spare in plan.num_redundant_experts:
         layout = ExpertLayout(
             num_experts=num_experts,
             num_ranks=plan.num_ranks,

@@ -82,7 +82,7 @@ def print_result(result: dict[str, Any]) -> None:
         live = f"{row['peak_live_activations']} ({row['simulated_peak_activations']})"
         table.add_row(str(rank), *sizes, kept, live)
     table.caption = (
-        "activations: the most kept for backwards at once; live: of how many micro-batches; (foretold)"
+        "activations: the most kept for backwards at once; live: of how many micro-batches; (predicted)"
     )
     if has_experts:
         table.caption += "; experts: their part of together"

@@ -171,7 +171,7 @@ def print_result(result: dict[str, Any]) -> None:
     steps = f"largest of {result['num_steps']} steps"
     rows = (
         ("loss", result["loss_rel"], steps),
-        *([("MTP loss", result["further_loss_rel"], steps)] * (result["further_loss_rel"] is not None)),
+        *([("MTP loss", result["mtp_loss_rel"], steps)] * (result["mtp_loss_rel"] is not None)),
         ("norm", result["norm_rel"], f"of all gradients, {steps}"),
         ("gradients", result["grad_rel"], f"{result['worst_grad']}, of the first step before clipping"),
         ("parameters", result["param_rel"], f"after {result['num_steps']} steps"),

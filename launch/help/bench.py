@@ -109,7 +109,7 @@ BENCHES: dict[str, Command] = {
         options_heading=_HEADING,
         about="""\
             On the gradient of a model, over links without a limit and with one, in turn: the gain in step time beside
-            the one that the bytes foretell.""",
+            the one that the bytes predict.""",
         options=(
             ("methods=[onebit,int8,int4,fp8,topk,powersgd]", "which"),
             ("model=small", "whose gradient"),
@@ -151,7 +151,7 @@ BENCHES: dict[str, Command] = {
         options_heading=_HEADING,
         about="""\
             Steps of one small Llama that keeps everything, recomputes its attention or all of it, and offloads by lru
-            and by schedule within budgets, in turn: the most activations of each rank beside what is foretold, the
+            and by schedule within budgets, in turn: the most activations of each rank beside what is predicted, the
             time of a step, and what copies make it wait. Copies are held to a rate at which they matter.""",
         options=(
             ("schedule=gpipe", "the more micro-batches live at once, the lower a budget can be"),

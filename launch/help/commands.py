@@ -31,7 +31,7 @@ COMMANDS: dict[str, Command] = {
             ("data.sources=[/my/texts]", "folders or files: .txt .md .py .rst .jsonl"),
             ("training.num_steps=100", "optimizer steps"),
             ("precision=bf16", "fp32, bf16 or fp16, master weights in fp32; precision.optimizer_states=bf16"),
-            ("brakes=skip", "skip steps that are not finite or far outside of the last ones, in bounds"),
+            ("skip_step=skip", "skip steps that are not finite or far outside of the last ones, in bounds"),
             (
                 "recompute.mode=full",
                 "full, selective (recompute.modules=[attention]), auto; recompute.every=2",
@@ -230,11 +230,14 @@ COMMANDS: dict[str, Command] = {
             Sums up how often the tokens of a run chose each expert, layer by layer, and places the experts on the
             ranks of an expert axis: in order, packed by load, and with spare slots for replicas of hot experts
             (groups to nodes, replicas to ranks, as DeepSeek's EPLB). Prints the largest load of a rank over the
-            mean. In training, balance.interval_steps=N moves experts by the same rules, and balance.spare_slots makes
-            room for replicas.""",
+            mean. In training, balance.interval_steps=N moves experts by the same rules, and
+            balance.num_redundant_experts makes room for replicas.""",
         options=(
             ("num_ranks=8", "ranks of the expert axis"),
-            ("spare_slots=[0,1,2]", "slots of each rank for replicas, one placement for each number"),
+            (
+                "num_redundant_experts=[0,1,2]",
+                "slots of each rank for replicas, one placement for each number",
+            ),
             ("num_nodes=2", "nodes over which the ranks spread"),
             ("num_groups=8", "equal blocks of experts, each of which stays on one node"),
             ("last_steps=100", "whose loads are taken; without it all"),

@@ -154,9 +154,9 @@ def positions_within(key: Tensor, num_keys: int) -> Tensor:
 
 
 def even_placement(
-    num_experts: int, ep_size: int, spare_slots: int = 0, num_nodes: int = 1
+    num_experts: int, ep_size: int, num_redundant_experts: int = 0, num_nodes: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """Equal blocks of experts in order; then, in `spare_slots` on each rank, those of the ranks that follow it.
+    """Equal blocks of experts in order; then, in the redundant slots of each rank, those of the ranks that follow it.
 
     They follow it in a ring through its node, and then through the others, so that every rank shares as many experts
     as any other.
@@ -169,10 +169,10 @@ def even_placement(
             "rank to hold equally many experts; change one of them"
         )
     each, per_node = num_experts // ep_size, ep_size // num_nodes
-    if each + spare_slots > num_experts:
+    if each + num_redundant_experts > num_experts:
         raise ValueError(
-            f"balance.spare_slots={spare_slots}: each of {ep_size} ranks holds {each} of {num_experts} experts as it "
-            f"is; set it to {num_experts - each} or less"
+            f"balance.num_redundant_experts={num_redundant_experts}: each of {ep_size} ranks holds {each} of "
+            f"{num_experts} experts as it is; set it to {num_experts - each} or less"
         )
     placed: list[tuple[int, ...]] = []
     for rank in range(ep_size):
@@ -183,7 +183,7 @@ def even_placement(
             for step in range(per_node)
         ]
         experts = [expert for held in ring for expert in range(held * each, (held + 1) * each)]
-        placed.append(tuple(experts[: each + spare_slots]))
+        placed.append(tuple(experts[: each + num_redundant_experts]))
     return tuple(placed)
 
 

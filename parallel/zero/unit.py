@@ -267,7 +267,7 @@ class FlatUnit:
                 self.master[start - self._owned_start : stop - self._owned_start].copy_(
                     values.view(-1)[start - slot.start : stop - slot.start]
                 )
-        self.publish()
+        self.sync_parameters()
 
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
         """fp32, in the shape of `parameter`."""
@@ -338,7 +338,7 @@ class FlatUnit:
         if partial.numel():
             all_reduce(partial, self._tensor)
 
-    def publish(self) -> None:
+    def sync_parameters(self) -> None:
         """Bring the masters, after an optimizer step, to the parameters the module sees."""
         if self._shards_parameters:
             if self._shard is not None:
@@ -526,10 +526,10 @@ class ShardedStage:
         for unit in self.units:
             unit.wait_reduction()
 
-    def publish(self) -> None:
+    def sync_parameters(self) -> None:
         """Bring updated masters to the parameters the module sees."""
         for unit in self.units:
-            unit.publish()
+            unit.sync_parameters()
 
     def persistent_bytes(self) -> PersistentBytes:
         """Parameters and gradients that stay between steps on this rank."""
@@ -543,17 +543,17 @@ def _is_end_of_tie(name: str, parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def add_tied_gradients(stages: Iterable[ShardedStage], ends: Axis) -> None:
+def add_tied_gradients(stages: Iterable[ShardedStage], embedding: Axis) -> None:
     """Sum the gradients of a tied parameter over its two copies, the first stage's and the last's.
 
-    ends: the two pipeline ranks that hold them (size 1 where one rank holds both, or there is no tie).
+    embedding: the two pipeline ranks that hold them (size 1 where one rank holds both, or there is no tie).
     """
     tied = [stage.tied_unit for stage in stages if stage.tied_unit is not None]
     if not tied:
         return
     total = tied[0].grad if len(tied) == 1 else tied[0].grad + tied[1].grad
     if len(tied) == 1:
-        all_reduce(total, ends)
+        all_reduce(total, embedding)
     else:
         for unit in tied:
             unit.grad.copy_(total)

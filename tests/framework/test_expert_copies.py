@@ -71,7 +71,7 @@ FAST = (("ep4 zero1", "mixtral", 1), ("dualpipe ep2 of dp4 zero3", "deepseek_v3"
 
 
 def config_of(layout: str, mixture: str = "deepseek_v3", spare: int = 1, **nodes: Any) -> TrainConfig:
-    balance = {"spare_slots": spare, "policy": "pack"}
+    balance = {"num_redundant_experts": spare, "policy": "pack"}
     quiet = {"model": MIXTURES[mixture], "logger": {"name": "none"}, "balance": balance}
     return tiny_config(**merged(LAYOUTS[layout], merged(quiet, nodes)))
 
@@ -187,7 +187,7 @@ def test_copies_stay_equal_where_sizes_are_odd(
 
 def test_the_measured_imbalance_falls(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path) -> None:
     """A router that prefers the first experts and is not corrected; what ranks did is counted in the exchange."""
-    config = skewed_config(policy="pack", spare_slots=2)
+    config = skewed_config(policy="pack", num_redundant_experts=2)
     run = run_context(tiny_data, tmp_path)
     records = ranks.run(train_and_move, 4, config, run, next_placement, 0.05)[0][0]
     balances = [record.balance for record in records if record.balance is not None]
@@ -255,7 +255,7 @@ def test_a_longer_run_goes_on_from_the_move_that_ended_a_shorter_one(
     assert any(len(places) > 1 for places in places_of(placed).values())
     # Whatever copies there are in another layout, experts are found by their index.
     others: list[dict[str, Any]] = [
-        {"balance": {"spare_slots": 0, "interval_steps": 0}},
+        {"balance": {"num_redundant_experts": 0, "interval_steps": 0}},
         {"layout": "ep4 zero1", "num_microbatches": 2},
     ]
     for number, other in enumerate(others):
@@ -268,18 +268,18 @@ def test_a_longer_run_goes_on_from_the_move_that_ended_a_shorter_one(
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ({"dp": 2, "balance": {"spare_slots": 1}}, "copies of other ranks' experts"),
+        ({"dp": 2, "balance": {"num_redundant_experts": 1}}, "copies of other ranks' experts"),
         (
-            {"dp": 2, "parallel": {"expert_parallel_size": 2}, "balance": {"spare_slots": 3}},
+            {"dp": 2, "parallel": {"expert_parallel_size": 2}, "balance": {"num_redundant_experts": 3}},
             "set it to 2 or less",
         ),
-        ({"balance": {"spare_slots": -1}}, "or to 0"),
-        ({"balance": {"spare_slots": 1, "interval_steps": 5}}, "set balance.policy=pack"),
+        ({"balance": {"num_redundant_experts": -1}}, "or to 0"),
+        ({"balance": {"num_redundant_experts": 1, "interval_steps": 5}}, "set balance.policy=pack"),
         (
             {
                 "dp": 2,
                 "parallel": {"expert_parallel_size": 2},
-                "balance": {"spare_slots": 1},
+                "balance": {"num_redundant_experts": 1},
                 "compression": {"method": "onebit"},
             },
             "copies of experts does not compose with compressed gradients",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import counterflow.launch.commands.train
-from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
+from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, save
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
@@ -77,12 +77,12 @@ def optimizer_of(mesh: Mesh, stage: ShardedStage) -> ModelOptimizer:
     )
 
 
-def boxes_of(stage: ShardedStage, which: str) -> list[TensorBox]:
+def boxes_of(stage: ShardedStage, which: str) -> list[TensorShard]:
     return [
-        box
+        shard
         for unit in stage.units
         for fragment in unit.fragments()
-        for box in shard_boxes(
+        for shard in tensor_shards(
             fragment.slot.name,
             getattr(fragment, which),
             fragment.start,
@@ -92,13 +92,13 @@ def boxes_of(stage: ShardedStage, which: str) -> list[TensorBox]:
     ]
 
 
-def whole_tensors(boxes: list[TensorBox]) -> dict[str, Tensor]:
-    """Every tensor put together from the boxes of all ranks; copies must be equal."""
-    mine = [(box.name, box.global_shape, box.offsets, box.tensor.clone()) for box in boxes]
+def whole_tensors(shards: list[TensorShard]) -> dict[str, Tensor]:
+    """Every tensor put together from the shards of all ranks; copies must be equal."""
+    mine = [(shard.name, shard.global_shape, shard.offsets, shard.tensor.clone()) for shard in shards]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found: dict[str, Tensor] = {}
-    for name, shape, offsets, values in (box for each in everyone for box in each):
+    for name, shape, offsets, values in (shard for each in everyone for shard in each):
         target = found.setdefault(name, torch.full(shape, torch.nan))
         part = target[tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))]
         assert (part.isnan() | (part == values)).all(), name
@@ -174,11 +174,11 @@ def saved(config: MeshConfig, zero: int, mirrored: bool, folder: Path) -> dict[s
 
 def loaded(config: MeshConfig, zero: int, mirrored: bool, folder: Path) -> dict[str, Tensor]:
     mesh, stage, _ = toy_stage(config, zero, mirrored)
-    boxes = boxes_of(stage, "master")
-    for box in boxes:
-        box.tensor.zero_()
-    load(folder, boxes, group=mesh.world)
-    return whole_tensors(boxes)
+    shards = boxes_of(stage, "master")
+    for shard in shards:
+        shard.tensor.zero_()
+    load(folder, shards, group=mesh.world)
+    return whole_tensors(shards)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def moe_config(name: str, ep: int, *, resume_from: Path | None = None, **layout:
 
 def what_is_learned(record: StepRecord) -> tuple[Any, ...]:
     assert record.moe is not None
-    return record.loss, record.further_loss, record.grad_norm, record.validation_loss, record.moe.layers
+    return record.loss, record.mtp_loss, record.grad_norm, record.validation_loss, record.moe.layers
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
@@ -273,8 +273,8 @@ def test_a_run_goes_on_with_its_experts_on_other_ranks(
     assert [record.step for record in after] == [3, 4, 5]
     for found, expected in zip(after, whole[3:], strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert found.further_loss == expected.further_loss or found.further_loss == pytest.approx(
-            expected.further_loss, rel=1e-6
+        assert found.mtp_loss == expected.mtp_loss or found.mtp_loss == pytest.approx(
+            expected.mtp_loss, rel=1e-6
         )
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         assert found.moe is not None
@@ -312,7 +312,7 @@ def test_records_say_what_the_routers_did(ranks: RankPool, tiny_data: PreparedDa
     again = StepRecord.from_json(first.to_json())
     assert again == first
     scalars = first.scalars()
-    assert scalars["further_loss"] == first.further_loss
+    assert scalars["mtp_loss"] == first.mtp_loss
     assert scalars["moe/layer_4/entropy"] == first.moe.layers[-1].entropy
 
 
@@ -362,4 +362,4 @@ def test_no_bytes_of_experts_where_there_are_none(
     (record,) = ranks.run(run_steps, 2, config, run_context(tiny_data, tmp_path), None)[0]
     assert set(record.bytes_by_axis) == {"tensor", "data", "pipeline", "world"}
     assert record.moe is None
-    assert record.further_loss is None
+    assert record.mtp_loss is None

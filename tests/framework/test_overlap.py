@@ -87,7 +87,7 @@ def train_tiny(layout: Layout, overlap: bool, data: PreparedData) -> Outcome:
         outcome = train_step(assembly, step)
         record = step_record(assembly, outcome)
         losses.append(record.loss)
-        norms.append(outcome.judgement.grad_norm)
+        norms.append(outcome.verdict.grad_norm)
     interleaver = assembly.runtime.interleaver
     assert interleaver is not None
     return Outcome(

@@ -121,7 +121,7 @@ def run_steps(
         for record in train(assembly, resume(assembly, run)):
             losses.append(record.loss)
             norms.append(record.grad_norm)
-            routing.append((record.moe, record.further_loss))
+            routing.append((record.moe, record.mtp_loss))
             save_if_due(assembly, run, record.step + 1)
     except FloatingPointError as raised:
         error = str(raised)

@@ -164,3 +164,13 @@ def test_an_error_does_not_tell_what_the_environment_said(
     out, err = capsys.readouterr()
     assert "${oc.env:CF_TEXTS}/a" in err
     assert "someone" not in out + err
+
+
+def test_keys_that_were_renamed_are_read_under_their_old_names(caplog: pytest.LogCaptureFixture) -> None:
+    old = compose_config(["brakes=skip", "brakes.max_total=7", "model=tiny_mixtral", "balance.spare_slots=1"])
+    new = compose_config(
+        ["skip_step=skip", "skip_step.max_total=7", "model=tiny_mixtral", "balance.num_redundant_experts=1"]
+    )
+    assert old == new
+    assert "brakes is called skip_step now" in caplog.text
+    assert from_mapping(TrainConfig, {"brakes": {"max_total": 7}}).skip_step.max_total == 7

@@ -1,4 +1,4 @@
-"""The memory bench: bytes against what is foretold; its times are not asserted."""
+"""The memory bench: bytes against what is predicted; its times are not asserted."""
 
 from __future__ import annotations
 

@@ -17,33 +17,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.checkpoint.box import TensorBox
 from counterflow.framework.checkpoint.manifest import CheckpointError, latest, step_folder
+from counterflow.framework.checkpoint.shard import TensorShard
 from counterflow.framework.checkpoint.storage import load, save
 from tests.rank_pool import RankPool
 
 ROWS = 64
 
 
-def _boxes(value: float) -> list[TensorBox]:
+def _shards(value: float) -> list[TensorShard]:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = ROWS // size
     tensor = torch.full((rows, 1024), value)
-    return [TensorBox(name="w", global_shape=(ROWS, 1024), offsets=(rank * rows, 0), tensor=tensor)]
+    return [TensorShard(name="w", global_shape=(ROWS, 1024), offsets=(rank * rows, 0), tensor=tensor)]
 
 
 def _save(root: Path, step: int) -> None:
-    save(step_folder(root, step), _boxes(float(step)), {}, group=dist.group.WORLD)
+    save(step_folder(root, step), _shards(float(step)), {}, group=dist.group.WORLD)
 
 
-def _whole_box() -> TensorBox:
-    return TensorBox(name="w", global_shape=(ROWS, 1024), offsets=(0, 0), tensor=torch.zeros(ROWS, 1024))
+def _whole_box() -> TensorShard:
+    return TensorShard(name="w", global_shape=(ROWS, 1024), offsets=(0, 0), tensor=torch.zeros(ROWS, 1024))
 
 
 def _load_alone(folder: Path) -> torch.Tensor:
-    box = _whole_box()
-    load(folder, [box], group=None)
-    return box.tensor
+    shard = _whole_box()
+    load(folder, [shard], group=None)
+    return shard.tensor
 
 
 def _rank_main(rank: int, size: int, root: Path, break_rank: Callable[[int], None], results: Any) -> None:
@@ -208,13 +208,13 @@ def test_damage_names_the_file_and_an_older_checkpoint(
 ) -> None:
     folder = _two_checkpoints(tmp_path)
     damage(folder / name)
-    box = _whole_box()
-    box.tensor.fill_(7)
+    shard = _whole_box()
+    shard.tensor.fill_(7)
     with pytest.raises(CheckpointError, match=match) as caught:
-        load(folder, [box], group=None)
+        load(folder, [shard], group=None)
     assert str(folder / name) in str(caught.value)
     assert f"go on from the older checkpoint '{step_folder(tmp_path, 1)}'" in str(caught.value)
-    assert bool((box.tensor == 7).all())  # nothing was touched
+    assert bool((shard.tensor == 7).all())  # nothing was touched
 
 
 def test_damage_without_an_older_checkpoint(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_damage_without_an_older_checkpoint(tmp_path: Path) -> None:
 
 def _load_corrupt(root: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load(step_folder(root, 2), _boxes(0.0), group=dist.group.WORLD)
+        load(step_folder(root, 2), _shards(0.0), group=dist.group.WORLD)
     return str(caught.value)
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
 from counterflow.framework.checkpoint.manifest import CheckpointError, latest, read_metadata, step_folder
+from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, read_rank_state, save
 from counterflow.parallel.parameters import ParameterPlacement
 from tests.rank_pool import RankError, RankPool
@@ -43,12 +43,12 @@ def _whole(name: str) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _flat_shards(seed: int, *, filled: bool) -> tuple[list[TensorBox], list[tuple[str, int, torch.Tensor]]]:
+def _flat_shards(seed: int, *, filled: bool) -> tuple[list[TensorShard], list[tuple[str, int, torch.Tensor]]]:
     """This rank's random flat range of every tensor; the same cuts are drawn on every rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     source = random.Random(seed)
-    boxes: list[TensorBox] = []
-    shards: list[tuple[str, int, torch.Tensor]] = []
+    shards: list[TensorShard] = []
+    flats: list[tuple[str, int, torch.Tensor]] = []
     for name, (shape, dtype) in SHAPES.items():
         numel = math.prod(shape)
         cuts = [0, *sorted(source.randint(0, numel) for _ in range(size - 1)), numel]
@@ -56,28 +56,28 @@ def _flat_shards(seed: int, *, filled: bool) -> tuple[list[TensorBox], list[tupl
         flat = _whole(name).reshape(-1)[start:stop].clone()
         if not filled:
             flat = torch.zeros(stop - start, dtype=dtype)
-        shards.append((name, start, flat))
-        boxes += shard_boxes(name, flat, start, shape, ParameterPlacement(global_shape=shape))
-    return boxes, shards
+        flats.append((name, start, flat))
+        shards += tensor_shards(name, flat, start, shape, ParameterPlacement(global_shape=shape))
+    return shards, flats
 
 
 def _save_shards(folder: Path, seed: int) -> int:
-    boxes, _ = _flat_shards(seed, filled=True)
+    shards, _ = _flat_shards(seed, filled=True)
     rank_state = {"rank": dist.get_rank()}
     save(
         folder,
-        boxes,
+        shards,
         {"config_hash": "abc", "from": dist.get_rank()},
         group=_world(),
         rank_state=rank_state,
     )
-    return max(Counter(box.name for box in boxes).values(), default=0)
+    return max(Counter(shard.name for shard in shards).values(), default=0)
 
 
 def _load_shards(folder: Path, seed: int) -> dict[str, Any]:
-    boxes, shards = _flat_shards(seed, filled=False)
-    metadata = load(folder, boxes, group=_world())
-    for name, start, flat in shards:
+    shards, flats = _flat_shards(seed, filled=False)
+    metadata = load(folder, shards, group=_world())
+    for name, start, flat in flats:
         assert torch.equal(flat, _whole(name).reshape(-1)[start : start + flat.numel()]), name
     metadata["state"] = read_rank_state(folder, dist.get_rank(), dist.get_world_size())
     return metadata
@@ -152,27 +152,27 @@ def test_nothing_is_a_pickle(ranks: RankPool, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "save", refuse)
     monkeypatch.setattr(torch, "load", refuse)
     tensor = torch.arange(6.0)
-    box = TensorBox(name="w", global_shape=(6,), offsets=(0,), tensor=tensor)
-    save(step_folder(tmp_path, 2), [box], {}, group=None)
+    shard = TensorShard(name="w", global_shape=(6,), offsets=(0,), tensor=tensor)
+    save(step_folder(tmp_path, 2), [shard], {}, group=None)
     tensor.zero_()
-    load(step_folder(tmp_path, 2), [box], group=None)
+    load(step_folder(tmp_path, 2), [shard], group=None)
     assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def _replicated(folder: Path) -> None:
     tensors = {f"layer.{i}": torch.full((64, 8), float(i)) for i in range(8)}
     own = torch.full((1, 4), float(dist.get_rank()))
-    boxes = [
-        TensorBox(name=name, global_shape=(64, 8), offsets=(0, 0), tensor=tensor)
+    shards = [
+        TensorShard(name=name, global_shape=(64, 8), offsets=(0, 0), tensor=tensor)
         for name, tensor in tensors.items()
     ]
-    boxes.append(
-        TensorBox(name="own", global_shape=(4, 4), offsets=(dist.get_rank(), 0), tensor=own),
+    shards.append(
+        TensorShard(name="own", global_shape=(4, 4), offsets=(dist.get_rank(), 0), tensor=own),
     )
-    save(folder, boxes, {}, group=_world())
-    for box in boxes:
-        box.tensor.zero_()
-    load(folder, boxes, group=_world())
+    save(folder, shards, {}, group=_world())
+    for shard in shards:
+        shard.tensor.zero_()
+    load(folder, shards, group=_world())
     assert torch.equal(own, torch.full((1, 4), float(dist.get_rank())))
     for i, tensor in enumerate(tensors.values()):
         assert torch.equal(tensor, torch.full((64, 8), float(i)))
@@ -202,11 +202,11 @@ def _padded(folder: Path, tensor_ranks: int, *, saving: bool) -> None:
     start = replica_rank * share
     flat = local[start : start + share].clone() if saving else torch.full((share,), -1.0)
     placement = ParameterPlacement(global_shape=(10, 3), tensor_dim=0, tensor_start=tensor_rank * width)
-    boxes = shard_boxes("head.weight", flat, start, (width, 3), placement)
+    shards = tensor_shards("head.weight", flat, start, (width, 3), placement)
     if saving:
-        save(folder, boxes, {}, group=_world())
+        save(folder, shards, {}, group=_world())
         return
-    load(folder, boxes, group=_world())
+    load(folder, shards, group=_world())
     expected = local[start : start + share]
     assert torch.equal(flat[: expected.numel()], expected)
 
@@ -227,16 +227,16 @@ def _padded_load(folder: Path, tensor_ranks: int) -> None:
     _padded(folder, tensor_ranks, saving=False)
 
 
-def _box(name: str, tensor: torch.Tensor, shape: tuple[int, ...] | None = None, at: int = 0) -> TensorBox:
+def _shard(name: str, tensor: torch.Tensor, shape: tuple[int, ...] | None = None, at: int = 0) -> TensorShard:
     offsets = (at,) + (0,) * (tensor.dim() - 1)
-    return TensorBox(name=name, global_shape=shape or tuple(tensor.shape), offsets=offsets, tensor=tensor)
+    return TensorShard(name=name, global_shape=shape or tuple(tensor.shape), offsets=offsets, tensor=tensor)
 
 
 def test_equal_boxes_on_one_rank_are_all_filled(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 1)
-    save(folder, [_box("w", torch.arange(4.0))] * 2, {}, group=None)
+    save(folder, [_shard("w", torch.arange(4.0))] * 2, {}, group=None)
     first, second, part = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2)
-    load(folder, [_box("w", first), _box("w", second), _box("w", part, (4,), 1)], group=None)
+    load(folder, [_shard("w", first), _shard("w", second), _shard("w", part, (4,), 1)], group=None)
     assert first.tolist() == second.tolist() == [0, 1, 2, 3]
     assert part.tolist() == [1, 2]
 
@@ -244,34 +244,34 @@ def test_equal_boxes_on_one_rank_are_all_filled(tmp_path: Path) -> None:
 def test_strided_and_gradient_tensors_are_filled_in_place(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 1)
     source = torch.arange(12.0).view(3, 4)
-    save(folder, [_box("w", source.t())], {}, group=None)
+    save(folder, [_shard("w", source.t())], {}, group=None)
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
-    load(folder, [_box("w", parameter.t())], group=None)
+    load(folder, [_shard("w", parameter.t())], group=None)
     assert torch.equal(parameter.detach(), source)
 
 
 def test_a_model_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 1)
-    weight = _box("model.layers.0.weight", torch.zeros(4, 3))
-    save(folder, [weight, _box("count", torch.zeros(2, dtype=torch.int64))], {}, group=None)
+    weight = _shard("model.layers.0.weight", torch.zeros(4, 3))
+    save(folder, [weight, _shard("count", torch.zeros(2, dtype=torch.int64))], {}, group=None)
 
-    def refused(*boxes: TensorBox, match: str) -> None:
+    def refused(*shards: TensorShard, match: str) -> None:
         with pytest.raises(ValueError, match=match):
-            load(folder, boxes, group=None)
+            load(folder, shards, group=None)
 
-    count = _box("count", torch.zeros(2, dtype=torch.int64))
+    count = _shard("count", torch.zeros(2, dtype=torch.int64))
     refused(
         weight,
         count,
-        _box("model.layers.1.weight", torch.zeros(4, 3)),
+        _shard("model.layers.1.weight", torch.zeros(4, 3)),
         match=r"has no tensor 'model.layers.1.weight' \(it has 'model.layers.0.weight'\)",
     )
     refused(
-        _box("model.layers.0.weight", torch.zeros(4, 5)),
+        _shard("model.layers.0.weight", torch.zeros(4, 5)),
         count,
         match=r"'model.layers.0.weight' has shape \(4, 3\) in .* and shape \(4, 5\) here",
     )
-    refused(weight, _box("count", torch.zeros(2)), match=r"'count' has dtype torch.int64 in .*float32 here")
+    refused(weight, _shard("count", torch.zeros(2)), match=r"'count' has dtype torch.int64 in .*float32 here")
     refused(weight, match=r"holds 1 tensors that no rank has a place for, such as 'count'.*partial=True")
     assert load(folder, [weight], group=None, partial=True) == {"step": 1}
     with pytest.raises(CheckpointError, match=r"step-00000002/metadata.json' is missing"):
@@ -280,37 +280,40 @@ def test_a_model_that_is_not_the_saved_one_is_refused(tmp_path: Path) -> None:
 
 def test_boxes_that_are_no_tiling_are_refused(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 1)
-    for boxes, match in (
-        ([_box("w", torch.zeros(4), (8,))], "hold 4 of its 8 elements"),
-        ([_box("w", torch.zeros(4), (6,)), _box("w", torch.zeros(4), (6,), 2)], "boxes overlap"),
-        ([_box("w", torch.zeros(3), (6,)), _box("w", torch.zeros(4), (7,), 3)], r"shape \(6,\) on one rank"),
-        ([_box("w", torch.zeros(2, dtype=torch.complex64))], "has dtype torch.complex64"),
+    for shards, match in (
+        ([_shard("w", torch.zeros(4), (8,))], "hold 4 of its 8 elements"),
+        ([_shard("w", torch.zeros(4), (6,)), _shard("w", torch.zeros(4), (6,), 2)], "shards overlap"),
+        (
+            [_shard("w", torch.zeros(3), (6,)), _shard("w", torch.zeros(4), (7,), 3)],
+            r"shape \(6,\) on one rank",
+        ),
+        ([_shard("w", torch.zeros(2, dtype=torch.complex64))], "has dtype torch.complex64"),
     ):
         with pytest.raises(ValueError, match=match):
-            save(folder, boxes, {}, group=None)
+            save(folder, shards, {}, group=None)
     with pytest.raises(ValueError, match="metadata of a checkpoint is JSON"):
-        save(folder, [_box("w", torch.zeros(2))], {"x": torch.zeros(1)}, group=None)
+        save(folder, [_shard("w", torch.zeros(2))], {"x": torch.zeros(1)}, group=None)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_step_is_saved_again(tmp_path: Path) -> None:
     folder = step_folder(tmp_path, 1)
     for value in (1.0, 2.0):
-        save(folder, [_box("w", torch.full((3,), value))], {"value": value}, group=None)
+        save(folder, [_shard("w", torch.full((3,), value))], {"value": value}, group=None)
     tensor = torch.zeros(3)
-    assert load(folder, [_box("w", tensor)], group=None)["value"] == 2.0
+    assert load(folder, [_shard("w", tensor)], group=None)["value"] == 2.0
     assert tensor.tolist() == [2, 2, 2]
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
     assert read_metadata(folder) == {"step": 1, "value": 2.0}
 
 
 def _missing_on_one_rank(folder: Path) -> str:
-    boxes = [_box("w", torch.zeros(4))]
-    save(folder, boxes, {}, group=_world())
+    shards = [_shard("w", torch.zeros(4))]
+    save(folder, shards, {}, group=_world())
     if dist.get_rank() == 2:
-        boxes.append(_box("v", torch.zeros(4)))
+        shards.append(_shard("v", torch.zeros(4)))
     with pytest.raises(ValueError, match=r"rank 2: .* has no tensor 'v'") as caught:
-        load(folder, boxes, group=_world())
+        load(folder, shards, group=_world())
     return str(caught.value)
 
 

@@ -86,7 +86,7 @@ def assert_parity(parity: Parity) -> None:
     assert parity.grad_rel <= 1e-5, parity
     assert parity.param_rel <= 1e-5, parity
     assert parity.norm_rel <= 1e-5, parity
-    assert (parity.further_loss_rel or 0) <= 1e-5, parity
+    assert (parity.mtp_loss_rel or 0) <= 1e-5, parity
     assert parity.different_routing is None, parity
 
 
@@ -444,4 +444,4 @@ def test_every_schedule_takes_experts(
         assert_parity(parity)
     else:
         assert parity.loss_rel <= 1e-3, parity
-        assert (parity.further_loss_rel or 0) <= 1e-3, parity
+        assert (parity.mtp_loss_rel or 0) <= 1e-3, parity

@@ -42,7 +42,7 @@ def trained(config: TrainConfig, run: RunContext) -> tuple[list[Tensor], list[Of
         batch = forward_backward(assembly, step, Recorder(assembly.device))
         gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
         norm = assembly.optimizer.step(learning_rate_of(config, step, NUM_STEPS))
-        found.append(torch.tensor([batch.loss, batch.further_loss, norm], dtype=torch.float64))
+        found.append(torch.tensor([batch.loss, batch.mtp_loss, norm], dtype=torch.float64))
         if step == NUM_STEPS - 1:
             found.extend(gradients)
         if assembly.runtime.offloader is not None:

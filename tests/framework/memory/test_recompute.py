@@ -45,7 +45,7 @@ def trained(config: TrainConfig, run: RunContext) -> list[Tensor]:
         batch = forward_backward(assembly, step, Recorder(assembly.device))
         gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
         norm = assembly.optimizer.step(learning_rate_of(config, step, NUM_STEPS))
-        found.append(torch.tensor([batch.loss, batch.further_loss, norm], dtype=torch.float64))
+        found.append(torch.tensor([batch.loss, batch.mtp_loss, norm], dtype=torch.float64))
         if batch.moe is not None:
             found.extend(torch.tensor(layer.load, dtype=torch.float64) for layer in batch.moe.layers)
         if step == NUM_STEPS - 1:

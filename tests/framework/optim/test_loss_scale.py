@@ -14,7 +14,7 @@ from torch import nn
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.optim.loss_scale import LossScale, LossScaleConfig, scale_after
 from counterflow.framework.optim.scaled_gradient import with_scaled_gradient
-from counterflow.framework.optim.skip_step import BrakesConfig
+from counterflow.framework.optim.skip_step import SkipStepConfig
 from counterflow.framework.optim.step_guard import StepGuard
 from tests.framework.optim.test_skip_step import run_steps
 from tests.rank_pool import RankPool
@@ -51,16 +51,16 @@ def test_only_the_gradient_is_scaled() -> None:
     assert x.grad.tolist() == [24.0, -32.0]
 
 
-def test_the_scale_ends_at_its_least_and_leaves_losses_to_the_brakes() -> None:
+def test_the_scale_ends_at_its_least_and_leaves_losses_to_the_skip_step() -> None:
     scaling = LossScaleConfig(initial_scale=2, min_scale=1)
     guard = StepGuard(None, scaling)
     assert guard.judge(0.0, math.inf, 3) == "gradients overflowed at loss scale 2, it is 1 now"
     with pytest.raises(FloatingPointError, match="the gradient norm is nan at loss scale 1 after 3 steps"):
         guard.judge(0.0, math.nan, 3)
-    braked = StepGuard(BrakesConfig(skip_non_finite=True), scaling)
-    assert str(braked.judge(math.nan, math.nan, 3)).startswith("the loss is nan (1 in a row")
-    assert braked.loss_scale == 2  # it was not the scale's doing
-    assert str(braked.judge(1.0, math.nan, 3)).startswith("gradients overflowed at loss scale 2")
+    guarded = StepGuard(SkipStepConfig(skip_non_finite=True), scaling)
+    assert str(guarded.judge(math.nan, math.nan, 3)).startswith("the loss is nan (1 in a row")
+    assert guarded.loss_scale == 2  # it was not the scale's doing
+    assert str(guarded.judge(1.0, math.nan, 3)).startswith("gradients overflowed at loss scale 2")
 
 
 @pytest.mark.parametrize(

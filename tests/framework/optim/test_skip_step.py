@@ -1,4 +1,4 @@
-"""Emergency brakes: the score by hand, the bounds, and a run that skips a step against one that never had its batch."""
+"""Skipped steps: the score by hand, the bounds, and a run that skips a step against one that never had its batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.experts.routing import routing_state
 from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.optim.skip_step import (
-    BrakesConfig,
-    BrakesState,
+    SkipStepConfig,
+    SkipStepState,
     accepted,
     exceeded,
     robust_z,
@@ -58,10 +58,10 @@ def test_of_a_normal_distribution_it_counts_standard_deviations() -> None:
     )
 
 
-def test_each_brake_acts_alone() -> None:
-    state = BrakesState(losses=WINDOW, norms=WINDOW)
-    loss_only = BrakesConfig(max_loss_z=2.5, min_steps=5)
-    norm_only = BrakesConfig(max_norm_z=2.5, min_steps=5)
+def test_each_rule_acts_alone() -> None:
+    state = SkipStepState(losses=WINDOW, norms=WINDOW)
+    loss_only = SkipStepConfig(max_loss_z=2.5, min_steps=5)
+    norm_only = SkipStepConfig(max_norm_z=2.5, min_steps=5)
     assert why_skipped(loss_only, state, 7.0, 1.0) is not None
     assert why_skipped(loss_only, state, 6.0, 1.0) is None  # 2.02
     assert why_skipped(loss_only, state, 1.0, 700.0) is None
@@ -70,15 +70,15 @@ def test_each_brake_acts_alone() -> None:
     assert "the gradient norm 700 is an outlier" in str(why_skipped(norm_only, state, 7.0, 700.0))
     too_few = replace(norm_only, min_steps=6)
     assert why_skipped(too_few, state, 7.0, 700.0) is None
-    finite_only = BrakesConfig(skip_non_finite=True)
+    finite_only = SkipStepConfig(skip_non_finite=True)
     assert why_skipped(finite_only, state, math.inf, 1.0) == "the loss is inf"
     assert why_skipped(finite_only, state, 1.0, math.nan) == "the gradient norm is nan"
     assert why_skipped(finite_only, state, 1e9, 1e9) is None
 
 
 def test_the_window_holds_accepted_steps_only() -> None:
-    config = BrakesConfig(window_steps=3, min_steps=2, max_norm_z=8)
-    state = BrakesState()
+    config = SkipStepConfig(window_steps=3, min_steps=2, max_norm_z=8)
+    state = SkipStepState()
     for step in range(5):
         state = accepted(config, state, float(step), 10.0 + step)
     assert (state.losses, state.norms) == ((2.0, 3.0, 4.0), (12.0, 13.0, 14.0))
@@ -89,26 +89,26 @@ def test_the_window_holds_accepted_steps_only() -> None:
 
 
 def test_bounds() -> None:
-    config = BrakesConfig(max_consecutive=2, max_total=3)
-    assert exceeded(config, BrakesState(num_consecutive=2, num_total=3)) is None
-    assert exceeded(config, BrakesState(num_consecutive=3, num_total=3)) == "brakes.max_consecutive=2"
-    assert exceeded(config, BrakesState(num_consecutive=1, num_total=4)) == "brakes.max_total=3"
+    config = SkipStepConfig(max_consecutive=2, max_total=3)
+    assert exceeded(config, SkipStepState(num_consecutive=2, num_total=3)) is None
+    assert exceeded(config, SkipStepState(num_consecutive=3, num_total=3)) == "skip_step.max_consecutive=2"
+    assert exceeded(config, SkipStepState(num_consecutive=1, num_total=4)) == "skip_step.max_total=3"
 
 
 @pytest.mark.parametrize(
     ("values", "rule"),
     [
-        ({"max_norm_z": 0.5}, "brakes.max_norm_z=0.5: a z-score of 1 or more"),
-        ({"max_consecutive": 0}, "brakes.max_consecutive=0: a number of steps; set it to 1 or more"),
-        ({"window_steps": 10}, "brakes.min_steps=20: the window never holds more than"),
+        ({"max_norm_z": 0.5}, "skip_step.max_norm_z=0.5: a z-score of 1 or more"),
+        ({"max_consecutive": 0}, "skip_step.max_consecutive=0: a number of steps; set it to 1 or more"),
+        ({"window_steps": 10}, "skip_step.min_steps=20: the window never holds more than"),
     ],
 )
-def test_impossible_brakes_are_refused(values: dict[str, Any], rule: str) -> None:
+def test_impossible_rules_are_refused(values: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
-        BrakesConfig(**values)
+        SkipStepConfig(**values)
 
 
-def test_without_brakes_a_norm_that_is_not_finite_ends_the_run() -> None:
+def test_without_rules_a_norm_that_is_not_finite_ends_the_run() -> None:
     guard = StepGuard()
     assert guard.judge(0.0, 5.0, 0) is None
     with pytest.raises(
@@ -233,13 +233,13 @@ def test_a_step_that_is_not_finite_is_skipped_as_if_its_batch_had_not_been(
     """The loss of step 2, or one rank's gradient, is NaN: losses, held-out loss and state are those of data without
     that batch."""
     spoils_losses = name in ("experts", "compressed", "warming up", "powersgd")
-    layout = merged(LAYOUTS[name], {"optimizer": CONSTANT, "brakes": {"skip_non_finite": True}})
+    layout = merged(LAYOUTS[name], {"optimizer": CONSTANT, "skip_step": {"skip_non_finite": True}})
     config = tiny_config(**layout, training={"num_steps": 6, "eval_interval_steps": 0})
     lacking = replace(config, training=replace(config.training, num_steps=5))
     size, run = config.parallel.world_size, run_context(tiny_data, tmp_path)
-    braked = ranks.run(run_steps, size, config, run, {2: math.nan}, None, size - 1, None, spoils_losses)
+    guarded = ranks.run(run_steps, size, config, run, {2: math.nan}, None, size - 1, None, spoils_losses)
     expected = ranks.run(run_steps, size, lacking, run, {}, 2)
-    for mine, theirs in zip(braked, expected, strict=True):
+    for mine, theirs in zip(guarded, expected, strict=True):
         assert [record.skipped is not None for record in mine.records] == [
             False,
             False,
@@ -273,7 +273,7 @@ def test_an_outlier_is_skipped_and_what_was_skipped_survives_a_checkpoint(
         dp=2,
         zero=1,
         training={"num_steps": 10, "eval_interval_steps": 0},
-        brakes={"max_norm_z": 20.0, "min_steps": 4, "window_steps": 8},
+        skip_step={"max_norm_z": 20.0, "min_steps": 4, "window_steps": 8},
         checkpoint={"enabled": True, "interval_steps": 6},
         optimizer={"lr_schedule": {"warmup_steps": 3}},
     )
@@ -301,13 +301,13 @@ def test_too_many_skipped_steps_end_the_run(
     config = tiny_config(
         pp=2,
         training={"num_steps": 8, "eval_interval_steps": 0},
-        brakes={"skip_non_finite": True, "max_consecutive": 2},
+        skip_step={"skip_non_finite": True, "max_consecutive": 2},
         optimizer={"post_validation": ahead},
     )
     spoiled = {1: math.nan, 3: math.nan, 4: math.nan, 5: math.nan}
     for outcome in ranks.run(run_steps, 2, config, run_context(tiny_data, tmp_path), spoiled):
         assert outcome.error.startswith(
-            "the gradient norm is nan after 2 steps, and brakes.max_consecutive=2 allows no further step to be "
+            "the gradient norm is nan after 2 steps, and skip_step.max_consecutive=2 allows no further step to be "
             "skipped (3 in a row, 4 in all): nothing was updated"
         )
         assert [record.step for record in outcome.records if record.skipped] == [1, 3, 4]

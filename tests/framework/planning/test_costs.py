@@ -1,4 +1,4 @@
-"""Bytes that the config foretells against the bytes that a step of training counts."""
+"""Bytes that the config predicts against the bytes that a step of training counts."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def test_against_a_step(
     config = replace(config, model=replace(config.model, vocab_size=int(counted["vocab_size"])))
     schedule = build_schedule(config.schedule, parallel)
     links = pipeline_volume(schedule, Costs(message_bytes=float(message_bytes(config))))
-    foretold = sum(link.forward_bytes + link.backward_bytes for link in links)
+    predicted = sum(link.forward_bytes + link.backward_bytes for link in links)
     # Each channel of activations begins a step with a header of 512 bytes, which tells their shapes.
     channels = sum(one != other for ranks_of in schedule.placement for one, other in pairwise(ranks_of))
-    assert counted["pipeline"] == parallel.data_parallel_size * (foretold + 512 * channels)
+    assert counted["pipeline"] == parallel.data_parallel_size * (predicted + 512 * channels)
     sizes = stage_bytes(config, schedule.num_stages)
     assert sizes is not None
     data = data_volume(

@@ -60,7 +60,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
 def test_a_checkpoint_goes_on_in_another_layout(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
 ) -> None:
-    """Names and boxes are free of the layout: what 8 ranks saved, 2 ranks continue, to rounding."""
+    """Names and shards are free of the layout: what 8 ranks saved, 2 ranks continue, to rounding."""
     checkpoint = {"enabled": True, "interval_steps": 3}
     config = tiny_config(**LAYOUTS[0], training={"num_steps": 6}, checkpoint=checkpoint)
     run = run_context(tiny_data, tmp_path)

@@ -21,7 +21,7 @@ from counterflow.framework.metrics.record import BalanceRecord, StepRecord
 from counterflow.framework.trainer import rebalance
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build
-from counterflow.framework.trainer.checkpointing import resume, state_boxes
+from counterflow.framework.trainer.checkpointing import resume, state_shards
 from counterflow.framework.trainer.loop import seed_everything, train
 from counterflow.framework.trainer.rebalance import Balancer, next_placement
 from counterflow.framework.trainer.run import RunContext
@@ -62,11 +62,14 @@ def config_of(layout: str, mixture: str = "deepseek_v3", **nodes: Any) -> TrainC
 
 def whole_state(assembly: Assembly) -> dict[str, Tensor]:
     """Masters and moments of the whole model by global name; where several ranks hold a part they agree."""
-    mine = [(box.name, box.global_shape, box.offsets, box.tensor.clone()) for box in state_boxes(assembly)]
+    mine = [
+        (shard.name, shard.global_shape, shard.offsets, shard.tensor.clone())
+        for shard in state_shards(assembly)
+    ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     found: dict[str, Tensor] = {}
-    for name, shape, offsets, tensor in (box for boxes in everyone for box in boxes):
+    for name, shape, offsets, tensor in (shard for shards in everyone for shard in shards):
         whole = found.setdefault(name, torch.full(shape, math.nan))
         part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))]
         # Copies of an expert may be cut otherwise: parts of them may be there.

@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_placements_of_a_recorded_run(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["num_ranks=4", "spare_slots=[0,2]", "last_steps=1"]
+    words = ["num_ranks=4", "num_redundant_experts=[0,2]", "last_steps=1"]
     assert main(["balance", str(run_dir), *words, "--json"]) == 0
     out, err = capfd.readouterr()
     assert "largest load of a rank" in err
@@ -64,7 +64,7 @@ def test_all_steps_are_summed_without_a_number(run_dir: Path, capfd: pytest.Capt
         (["num_ranks=4"], "takes the folder of a run first"),
         (["RUN", "num_ranks=3"], "must divide"),
         (["RUN", "num_ranks=1"], "2 ranks or more"),
-        (["RUN", "spare_slots=[-1]"], "each 0 or more"),
+        (["RUN", "num_redundant_experts=[-1]"], "each 0 or more"),
         (["RUN", "ranks=4"], "no such key"),
         (["RUN/elsewhere"], "no such folder"),
         (["RUN/dense"], "no loads of experts"),

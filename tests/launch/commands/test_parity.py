@@ -61,7 +61,7 @@ def test_the_grid_of_a_model_with_experts() -> None:
 def test_what_is_said_of_routing(capsys: pytest.CaptureFixture[str], different: str | None) -> None:
     parity = Parity(
         loss_rel=1e-8,
-        further_loss_rel=2e-8,
+        mtp_loss_rel=2e-8,
         first_norm_rel=0.0,
         norm_rel=0.0,
         grad_rel=3e-7,

@@ -53,7 +53,7 @@ def seen(zero_stage: int, weights: str, dtype: torch.dtype) -> dict[str, Any]:
         sharded.unshard()
         sharded.wait_unshard()
     else:
-        sharded.publish()
+        sharded.sync_parameters()
     return {
         "parameters": {name: parameter.detach().clone() for name, parameter in module.named_parameters()},
         "master": next(unit.master for unit in sharded.units if unit.slots[0].name == "cut").clone(),

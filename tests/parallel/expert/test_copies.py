@@ -113,7 +113,7 @@ def test_spare_slots_begin_evenly(num_experts: int, ep_size: int, num_nodes: int
         )
         assert all(len(set(experts)) == each + spare for experts in placed)
         assert imbalance([1.0] * num_experts, placed) == pytest.approx(1)
-    with pytest.raises(ValueError, match=f"spare_slots={most + 1}: .* set it to {most} or less"):
+    with pytest.raises(ValueError, match=f"num_redundant_experts={most + 1}: .* set it to {most} or less"):
         even_placement(num_experts, ep_size, most + 1, num_nodes)
 
 

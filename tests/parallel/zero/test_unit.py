@@ -48,7 +48,7 @@ def sharded_model(zero_stage: int, dtype: torch.dtype = torch.float32) -> tuple[
     for unit in sharded.units:
         for fragment in unit.fragments():
             fragment.master.copy_(values[fragment.slot.name].view(-1)[fragment.start : fragment.stop])
-        unit.publish()
+        unit.sync_parameters()
     return Stage(0, model, sharded), sharded
 
 

@@ -1,9 +1,9 @@
-"""Boxes: which part of which global tensor a rank holds.
+"""Shards: which part of which global tensor a rank holds.
 
-A checkpoint names tensors by their place in the whole model and stores axis-aligned boxes of them, so nothing
+A checkpoint names tensors by their place in the whole model and stores axis-aligned shards of them, so nothing
 in it depends on the layout that wrote it. A ZeRO shard is a flat range of a parameter, which is at most
-2n - 1 boxes of an n-d tensor; a tensor-parallel shard is one box, of which padding is cut off. Experts are at
-their global index, a box for each run of neighbours.
+2n - 1 shards of an n-d tensor; a tensor-parallel shard is one shard, of which padding is cut off. Experts are at
+their global index, a shard for each run of neighbours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from counterflow.parallel.parameters import ParameterPlacement, expert_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Shard:
     """An axis-aligned part of a tensor that is also contiguous in its row-major flat form.
 
     offsets, sizes: per dim. flat_start, flat_stop: the same elements as a range of the flat tensor.
@@ -31,8 +31,8 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalBox:
-    """A box of the whole, unpadded tensor, and `kept`: the part of the local box that it is, one slice a dim."""
+class GlobalShard:
+    """A shard of the whole, unpadded tensor, and `kept`: the part of the local shard that it is, one slice a dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -40,14 +40,14 @@ class GlobalBox:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorBox:
+class TensorShard:
     """A local tensor (any strides, any device) and its place in a global tensor.
 
     name: global and free of the layout, such as `model.layers.3.attention.q_proj.weight`.
     global_shape: shape of the whole tensor, without padding. offsets: first index per dim.
-    tensor: shape is that of the box; `load` fills it in place.
+    tensor: shape is that of the shard; `load` fills it in place.
 
-    Raises ValueError: where the box does not lie inside `global_shape`.
+    Raises ValueError: where the shard does not lie inside `global_shape`.
     """
 
     name: str
@@ -63,7 +63,7 @@ class TensorBox:
         )
         if not inside:
             raise ValueError(
-                f"tensor '{self.name}': a box of shape {sizes} at {tuple(self.offsets)} is not inside the global "
+                f"tensor '{self.name}': a shard of shape {sizes} at {tuple(self.offsets)} is not inside the global "
                 f"shape {tuple(self.global_shape)}; cut padding off (`globalize`) and give one offset per dim"
             )
 
@@ -72,22 +72,22 @@ class TensorBox:
         return tuple(self.tensor.shape)
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Cut the flat row-major range [start, stop) of a tensor of `shape` into boxes, in flat order.
+def shards_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Shard, ...]:
+    """Cut the flat row-major range [start, stop) of a tensor of `shape` into shards, in flat order.
 
-    At most max(1, 2n - 1) boxes for n dims; none for an empty range.
+    At most max(1, 2n - 1) shards for n dims; none for an empty range.
     """
     assert 0 <= start <= stop <= math.prod(shape), (tuple(shape), start, stop)
     return tuple(_cut(tuple(shape), start, stop, (), 0))
 
 
-def _cut(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], base: int) -> list[Box]:
-    """Boxes of [start, stop) of the sub-tensor `shape` at index `prefix`, whose first element is flat `base`."""
+def _cut(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], base: int) -> list[Shard]:
+    """Shards of [start, stop) of the sub-tensor `shape` at index `prefix`, whose first element is flat `base`."""
     if start >= stop:
         return []
 
-    def box(offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, last: int) -> Box:
-        return Box(
+    def shard(offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, last: int) -> Shard:
+        return Shard(
             offsets=prefix + offsets,
             sizes=(1,) * len(prefix) + sizes,
             flat_start=base + first,
@@ -95,39 +95,41 @@ def _cut(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...],
         )
 
     if len(shape) <= 1:
-        return [box((start,) if shape else (), (stop - start,) if shape else (), start, stop)]
+        return [shard((start,) if shape else (), (stop - start,) if shape else (), start, stop)]
     row = math.prod(shape[1:])
     (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
     if first == last:
         return _cut(shape[1:], head, tail, (*prefix, first), base + first * row)
-    boxes: list[Box] = []
+    shards: list[Shard] = []
     if head:
-        boxes += _cut(shape[1:], head, row, (*prefix, first), base + first * row)
+        shards += _cut(shape[1:], head, row, (*prefix, first), base + first * row)
         first += 1
     if first < last:
         zeros = (0,) * (len(shape) - 1)
-        boxes.append(box((first, *zeros), (last - first, *shape[1:]), first * row, last * row))
-    return boxes + _cut(shape[1:], 0, tail, (*prefix, last), base + last * row)
+        shards.append(shard((first, *zeros), (last - first, *shape[1:]), first * row, last * row))
+    return shards + _cut(shape[1:], 0, tail, (*prefix, last), base + last * row)
 
 
 def globalize(
-    box: Box, tensor_dim: int | None, tensor_start: int, global_shape: Sequence[int]
-) -> GlobalBox | None:
-    """Shift a box of a tensor-parallel local tensor into the whole tensor, without padding.
+    shard: Shard, tensor_dim: int | None, tensor_start: int, global_shape: Sequence[int]
+) -> GlobalShard | None:
+    """Shift a shard of a tensor-parallel local tensor into the whole tensor, without padding.
 
     The local tensor begins at index `tensor_start` of `tensor_dim` (None: it is not cut). Padding lies behind
-    the end of the whole tensor, so what is kept of a partly padded box is its front. None: padding only.
+    the end of the whole tensor, so what is kept of a partly padded shard is its front. None: padding only.
     """
-    offsets, sizes = list(box.offsets), list(box.sizes)
+    offsets, sizes = list(shard.offsets), list(shard.sizes)
     if tensor_dim is not None:
         offsets[tensor_dim] += tensor_start
         sizes[tensor_dim] = min(sizes[tensor_dim], global_shape[tensor_dim] - offsets[tensor_dim])
         if sizes[tensor_dim] <= 0:
             return None
-    return GlobalBox(offsets=tuple(offsets), sizes=tuple(sizes), kept=tuple(slice(0, size) for size in sizes))
+    return GlobalShard(
+        offsets=tuple(offsets), sizes=tuple(sizes), kept=tuple(slice(0, size) for size in sizes)
+    )
 
 
-def shard_boxes(
+def tensor_shards(
     name: str,
     flat: Tensor,
     start: int,
@@ -135,43 +137,43 @@ def shard_boxes(
     placement: ParameterPlacement,
     *,
     every_copy: bool = True,
-) -> tuple[TensorBox, ...]:
-    """The boxes held by a flat shard of a (tensor-parallel) local parameter; their tensors are views of `flat`.
+) -> tuple[TensorShard, ...]:
+    """The shards held by a flat shard of a (tensor-parallel) local parameter; their tensors are views of `flat`.
 
     flat: 1-d, elements [start, start + flat.numel()) of the local parameter in row-major order; elements
     behind its end are the shard's own padding. local_shape: shape of the unsharded local parameter.
-    A whole parameter is `shard_boxes(name, parameter.view(-1), 0, parameter.shape, placement)`.
+    A whole parameter is `tensor_shards(name, parameter.view(-1), 0, parameter.shape, placement)`.
     every_copy: of an expert, as all of them are to be filled; else the one that counts, which is what is saved.
     """
     assert flat.dim() == 1, flat.shape
     numel = math.prod(local_shape)
-    boxes: list[TensorBox] = []
-    for box in boxes_of_range(local_shape, min(start, numel), min(start + flat.numel(), numel)):
-        local = flat[box.flat_start - start : box.flat_stop - start].view(box.sizes)
-        for found in _places(box, placement, every_copy=every_copy):
-            boxes.append(
-                TensorBox(
+    shards: list[TensorShard] = []
+    for shard in shards_of_range(local_shape, min(start, numel), min(start + flat.numel(), numel)):
+        local = flat[shard.flat_start - start : shard.flat_stop - start].view(shard.sizes)
+        for found in _places(shard, placement, every_copy=every_copy):
+            shards.append(
+                TensorShard(
                     name=name,
                     global_shape=tuple(placement.global_shape),
                     offsets=found.offsets,
                     tensor=local[found.kept] if found.kept else local,
                 )
             )
-    return tuple(boxes)
+    return tuple(shards)
 
 
-def _places(box: Box, placement: ParameterPlacement, *, every_copy: bool) -> list[GlobalBox]:
-    """The parts of the whole tensor that a box of the local one is: none, one, or one for each run of experts."""
+def _places(shard: Shard, placement: ParameterPlacement, *, every_copy: bool) -> list[GlobalShard]:
+    """The parts of the whole tensor that a shard of the local one is: none, one, or one for each run of experts."""
     if placement.experts is None:
-        found = globalize(box, placement.tensor_dim, placement.tensor_start, placement.global_shape)
+        found = globalize(shard, placement.tensor_dim, placement.tensor_start, placement.global_shape)
         return [] if found is None else [found]
-    slots = slice(box.offsets[0], box.offsets[0] + box.sizes[0])
+    slots = slice(shard.offsets[0], shard.offsets[0] + shard.sizes[0])
     held, counted = placement.experts[slots], placement.counted_experts[slots]
     return [
-        GlobalBox(
-            offsets=(held[begin], *box.offsets[1:]),
-            sizes=(end - begin, *box.sizes[1:]),
-            kept=(slice(begin, end), *(slice(0, size) for size in box.sizes[1:])),
+        GlobalShard(
+            offsets=(held[begin], *shard.offsets[1:]),
+            sizes=(end - begin, *shard.sizes[1:]),
+            kept=(slice(begin, end), *(slice(0, size) for size in shard.sizes[1:])),
         )
         for begin, end in expert_runs(held, None if every_copy else counted)
     ]
