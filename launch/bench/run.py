@@ -11,15 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from counterflow.framework.bench.config import (
-    CompressionBenchConfig,
-    DeepSpeedBenchConfig,
-    MemoryBenchConfig,
-    OptimizerBenchConfig,
-    OverlapBenchConfig,
-    P2PBenchConfig,
-    ScheduleBenchConfig,
-)
+from counterflow.framework.bench.config import CompressionBenchConfig, DeepSpeedBenchConfig, MemoryBenchConfig, OptimizerBenchConfig, OverlapBenchConfig, P2PBenchConfig, ScheduleBenchConfig
 from counterflow.framework.config.mapping import from_mapping
 
 _CONFIGS: dict[str, type[Any]] = {

@@ -15,7 +15,7 @@ from counterflow.framework.data.config import DataConfig
 
 
 def documents(config: DataConfig) -> list[corpus.Document]:
-    return list(corpus.read_documents(corpus.list_files(config), config))
+    return list(corpus.read_documents(list_files(config), config))
 
 
 def test_the_default_corpus_is_the_running_python() -> None:
