@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from counterflow.framework.optim.apex import KernelUse, choose_kernel
 from counterflow.framework.config.tree import DeviceChoice, TrainConfig
 from counterflow.framework.deepspeed.start import why_not
 from counterflow.framework.errors import ConfigError
+from counterflow.framework.optim.apex import KernelUse, choose_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,13 @@ def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
         return EXIT_OK, _bench(arguments)
     if arguments.command == "balance":
         return EXIT_OK, _balance(arguments)
-    from counterflow.launch.compose import compose_config, compose_recorded, expand_sweep, find_choices, to_yaml
+    from counterflow.launch.compose import (
+        compose_config,
+        compose_recorded,
+        expand_sweep,
+        find_choices,
+        to_yaml,
+    )
 
     assert arguments.command is not None
     if arguments.print_config:

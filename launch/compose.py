@@ -16,8 +16,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from counterflow.framework.config.mapping import (
+    config_hash,
+    dotted_names,
+    from_mapping,
+    to_mapping,
+    unknown_key,
+)
 from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.config.mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.redaction import redacted, without_secrets
 from counterflow.parallel.pipeline.schedules.registry import all_schedules

@@ -17,7 +17,12 @@ from counterflow.models.config import ModelConfig
 from counterflow.models.norm import RMSNorm
 from counterflow.models.positions import RotaryTable, rotate, softmax_scale
 from counterflow.parallel.collectives import Axis
-from counterflow.parallel.tensor.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, enter_tensor_parallel
+from counterflow.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    enter_tensor_parallel,
+)
 
 
 class Attention(nn.Module):

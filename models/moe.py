@@ -1,6 +1,7 @@
 """A mixture of experts in place of the MLP: router, experts wherever they are, shared experts.
 
-Shared and fine-grained experts are DeepSeekMoE's (arXiv 2401.06066); the exchange of tokens is in parallel/expert/exchange.py.
+Shared and fine-grained experts are DeepSeekMoE's (arXiv 2401.06066); the exchange of tokens is in
+parallel/expert/exchange.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from counterflow.models.config import ModelConfig
 from counterflow.models.mlp import SwiGLU
 from counterflow.models.router import Router
 from counterflow.parallel.collectives import Axis, gather_from_tensor_parallel, split_to_tensor_parallel
-from counterflow.parallel.expert.exchange import ExpertParallel, ExpertTable, begin_exchange, combine, dispatch, rows_by_slot
-from counterflow.parallel.tensor.layers import SEQUENCE_DIM
-from counterflow.parallel.parameters import ParameterPlacement, place, placement_of
+from counterflow.parallel.expert.exchange import (
+    ExpertParallel,
+    ExpertTable,
+    begin_exchange,
+    combine,
+    dispatch,
+    rows_by_slot,
+)
 from counterflow.parallel.ops.weight_grad import WeightGradSink, split_grouped_linear
+from counterflow.parallel.parameters import ParameterPlacement, place, placement_of
+from counterflow.parallel.tensor.layers import SEQUENCE_DIM
 
 
 class GroupedLinear(nn.Module):

@@ -37,8 +37,8 @@ from torch.autograd.function import once_differentiable
 from counterflow.models.config import ModelConfig, MoEConfig
 from counterflow.parallel.collectives import Axis, all_gather_into, all_reduce
 from counterflow.parallel.expert.exchange import positions_within
-from counterflow.parallel.parameters import ParameterPlacement, place
 from counterflow.parallel.ops.weight_grad import WeightGradSink, is_filed, is_wanted
+from counterflow.parallel.parameters import ParameterPlacement, place
 
 # What `RouterState.sums` holds, each a sum over this rank's tokens.
 SUMS = ("entropy", "load_balance_loss", "sequence_balance_loss", "z_loss")

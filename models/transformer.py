@@ -19,9 +19,13 @@ from counterflow.models.positions import LearnedPositions, RotaryTable, rotary_t
 from counterflow.models.recompute import NOTHING, Parts, Plan
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.expert.exchange import ExpertParallel, even_placement
-from counterflow.parallel.tensor.layers import ColumnParallelLinear, VocabParallelEmbedding, enter_tensor_parallel
-from counterflow.parallel.parameters import initialize, place, placement_of
 from counterflow.parallel.ops.recompute import recompute, recompute_module
+from counterflow.parallel.parameters import initialize, place, placement_of
+from counterflow.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    VocabParallelEmbedding,
+    enter_tensor_parallel,
+)
 
 
 class TransformerBlock(nn.Module):

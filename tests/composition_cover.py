@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.framework.config.compositions import REFUSALS
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.config.features import FEATURES, active_features
+from counterflow.framework.config.tree import TrainConfig
 from tests.tiny import MIXTURES, merged, tiny_config
 
 Pair = frozenset[str]

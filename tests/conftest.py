@@ -12,7 +12,6 @@ from counterflow.framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
 from tests.tiny import prepare_tiny
 
-
 # Processes that tests start find this checkout, whatever is installed.
 _ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT / ".src"), str(_ROOT)])

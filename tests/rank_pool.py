@@ -25,7 +25,13 @@ import torch.distributed as dist
 from tests.open_resources import OpenResources
 
 # What jobs import only when they run. Imported before the fork it costs once, not once for every worker.
-_PROJECT = ("counterflow.framework.trainer.build", "counterflow.framework.trainer.loop", "counterflow.framework.checks.parity", "counterflow.framework.checks.memory", "counterflow.launch.commands.train")
+_PROJECT = (
+    "counterflow.framework.trainer.build",
+    "counterflow.framework.trainer.loop",
+    "counterflow.framework.checks.parity",
+    "counterflow.framework.checks.memory",
+    "counterflow.launch.commands.train",
+)
 
 
 class RankError(AssertionError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.metrics.record import StepRecord
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.run import RunContext
 
 
 def run_steps(config: TrainConfig, run: RunContext, stop_after: int | None = None) -> list[StepRecord]:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.framework.config.compositions import to_markdown
 from counterflow.framework.checks.rules import build_schedule, check
-from counterflow.launch.commands.balance import plan_from
+from counterflow.framework.config.compositions import to_markdown
 from counterflow.launch.bench.run import config_of
 from counterflow.launch.cli import parse
+from counterflow.launch.commands.balance import plan_from
 from counterflow.launch.compose import compose_config, expand_sweep, find_choices
 from counterflow.launch.help.commands import command_help
 from tests.commands import ROOT, run_command
@@ -163,7 +163,9 @@ def test_make_target_of_the_docs_exists(line: str) -> None:
 def test_every_other_command_of_the_docs_is_known() -> None:
     """torchrun lines: one node's is run by tests of the library and the launcher, two nodes' cannot be here."""
     others = [line for line in commands() if not line.startswith(("counterflow", "make"))]
-    assert all("docs/examples/own_loop.py" in line or "-m counterflow train" in line for line in others), others
+    assert all("docs/examples/own_loop.py" in line or "-m counterflow train" in line for line in others), (
+        others
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

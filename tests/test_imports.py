@@ -36,7 +36,9 @@ def wrong_arrows(layer: str, source: str) -> set[str]:
     """Imports that a module of `layer` may not have."""
     above = set(_LAYERS[_LAYERS.index(layer) + 1 :])
     forbidden = above | {"tests"} | (set() if layer == "launch" else {"conf", "hydra", "omegaconf"})
-    return {name for name in imported(source) if name.removeprefix("counterflow.").partition(".")[0] in forbidden}
+    return {
+        name for name in imported(source) if name.removeprefix("counterflow.").partition(".")[0] in forbidden
+    }
 
 
 def test_there_are_modules_to_read() -> None:
@@ -53,7 +55,11 @@ def test_no_arrow_runs_back(path: Path) -> None:
     ("layer", "source", "wrong"),
     [
         ("parallel", "from counterflow.models.config import ModelConfig", {"counterflow.models.config"}),
-        ("parallel", "def f():\n    import counterflow.framework.trainer.build", {"counterflow.framework.trainer.build"}),
+        (
+            "parallel",
+            "def f():\n    import counterflow.framework.trainer.build",
+            {"counterflow.framework.trainer.build"},
+        ),
         ("models", "if TYPE_CHECKING:\n    from counterflow.launch import cli", {"counterflow.launch"}),
         ("framework", "from omegaconf import OmegaConf", {"omegaconf"}),
         ("framework", "import importlib\nimportlib.import_module('hydra')", {"hydra"}),

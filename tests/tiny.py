@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.config.mapping import from_mapping
 from counterflow.framework.checks.rules import check
+from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData, prepare
 from counterflow.framework.trainer.run import RunContext
 

@@ -16,8 +16,8 @@ from counterflow.framework.bench.compute import timed
 from counterflow.models.config import ModelConfig
 from counterflow.models.transformer import TransformerStage, materialize
 from counterflow.parallel.collectives import Axis, ByteMeter
-from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 
 NONE = "none"

@@ -17,9 +17,9 @@ from counterflow.models.partition import partition
 from counterflow.models.transformer import TransformerStage, materialize
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 from counterflow.parallel.pipeline.api import build_pipeline
 from counterflow.parallel.pipeline.schedules.registry import generate
-from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 
 VOCAB_SIZE = 4096
 MODEL = ModelConfig(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.trainer.step import evaluate, train_step
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.loop import seed_everything
+from counterflow.framework.trainer.step import evaluate, train_step
 
 # The bound for fp32, over all steps, as a plain difference of losses of about ln(vocabulary).
 LOSS_TOLERANCE = 1e-4

@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from counterflow.framework.memory.activations import saved_bytes
-from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.bench.config import MemoryBenchConfig
-from counterflow.framework.trainer.build import build
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.config.mapping import from_mapping
 from counterflow.framework.checks.rules import check
+from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.memory.activations import saved_bytes
 from counterflow.framework.metrics.timeline import measured_costs
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.step import forward_backward
 from counterflow.models.recompute import RecomputeConfig
-from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
-from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
 from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.simulate import simulate
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder, Trace
 
 NONE, UNLIMITED = "none", "unlimited"

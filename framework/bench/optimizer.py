@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from counterflow.framework.bench.compute import timed
 from counterflow.framework.bench.sleeping import SleepCosts, Sleeper, SleepingStage
-from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.groups import new_group
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 
 _SHAPE = (1, 8, 64)
 _WIDTH = 64

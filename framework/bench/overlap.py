@@ -22,18 +22,25 @@ from counterflow.models.config import ModelConfig, MoEConfig
 from counterflow.models.partition import partition
 from counterflow.models.transformer import TransformerStage, materialize
 from counterflow.parallel.collectives import Axis, ByteMeter
-from counterflow.parallel.expert.exchange import CommunicationPoint, ExpertParallel, begin_exchange, combine, dispatch, even_placement
-from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
+from counterflow.parallel.expert.exchange import (
+    CommunicationPoint,
+    ExpertParallel,
+    begin_exchange,
+    combine,
+    dispatch,
+    even_placement,
+)
 from counterflow.parallel.mesh import MeshConfig, build_mesh
-from counterflow.parallel.pipeline.ir.action import Kind, Schedule
-from counterflow.parallel.pipeline.adoption import adopt
-from counterflow.parallel.pipeline.runtime.overlap import Interleaver
-from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.schedules.registry import generate
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
-from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
+from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.ops.weight_grad import WeightGradStore
+from counterflow.parallel.pipeline.adoption import adopt
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
+from counterflow.parallel.pipeline.runtime.overlap import Interleaver
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
+from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 NUM_RANKS, PIPELINE_RANKS, EXPERT_RANKS = 4, 2, 2
 LAYERS_PER_STAGE = 2

@@ -14,8 +14,8 @@ from counterflow.framework.bench.compute import timed
 from counterflow.framework.bench.sleeping import TORCH_SCHEDULES, SleepCosts, Sleeper, our_step, torch_step
 from counterflow.framework.trainer.collector import frozen_objects
 from counterflow.parallel.pipeline.analysis.passes import send_early
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,21 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from counterflow.framework.checkpoint.manifest import INDEX, CheckpointError, FileRecord, Manifest, check_file, publish, read_json, read_manifest, remove_leftovers, step_of, temporary_of, write_json, write_manifest
+from counterflow.framework.checkpoint.manifest import (
+    INDEX,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    check_file,
+    publish,
+    read_json,
+    read_manifest,
+    remove_leftovers,
+    step_of,
+    temporary_of,
+    write_json,
+    write_manifest,
+)
 from counterflow.framework.checkpoint.planner import narrow, num_bytes_of, tensor_data_of
 
 # Names of dtypes in the safetensors format (https://huggingface.co/docs/safetensors).

@@ -16,9 +16,20 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from counterflow.framework.checkpoint.box import TensorBox
-from counterflow.framework.checkpoint.manifest import CheckpointError, check_file, latest, read_manifest, remedy
+from counterflow.framework.checkpoint.manifest import (
+    CheckpointError,
+    check_file,
+    latest,
+    read_manifest,
+    remedy,
+)
 from counterflow.framework.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
-from counterflow.framework.checkpoint.safetensors_storage import RANK_STATE, SafetensorsReader, SafetensorsWriter, file_name
+from counterflow.framework.checkpoint.safetensors_storage import (
+    RANK_STATE,
+    SafetensorsReader,
+    SafetensorsWriter,
+    file_name,
+)
 
 
 def save(

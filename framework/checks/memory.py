@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.memory.activations import saved_bytes
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build, start_process_group
-from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.trainer.loop import seed_everything
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import train_step
-from counterflow.framework.trainer.loop import seed_everything
 from counterflow.parallel.pipeline.analysis.simulate import peak_live
 
 
@@ -29,7 +29,8 @@ class RankMemory:
     figure counts them. observed: bytes of every tensor that is alive then, to hold the count against.
     peak_live_activations: micro-batches held at once during the step, and the simulator's figure for it.
     peak_held_weight_grad_bytes: kept for deferred weight gradients. activations, expected_activations: most bytes that
-    autograd kept at once for backwards, and the cost model's figure (see framework/memory/recompute.py); what the backward
+    autograd kept at once for backwards, and the cost model's figure (see framework/memory/recompute.py); what the
+    backward
     half of an overlapped pair runs again is not seen by the first, and with offloading nothing that is run again.
     """
 

@@ -33,16 +33,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.experts.config import BalanceConfig
-from counterflow.framework.trainer.build import build, start_process_group, step_undo
 from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
 from counterflow.framework.checkpoint.storage import load, save
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
+from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.optim.offload_config import OptimizerOffloadConfig
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build, start_process_group, step_undo
+from counterflow.framework.trainer.loop import seed_everything, train
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import forward_backward
-from counterflow.framework.trainer.loop import seed_everything, train
 from counterflow.models.recompute import RecomputeConfig
 from counterflow.parallel.mesh import MeshConfig
 from counterflow.parallel.offload.config import OffloadConfig

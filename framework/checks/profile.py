@@ -17,11 +17,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.trainer.build import COMPUTE_DTYPES, start_process_group
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.metrics.hardware import device_name
-from counterflow.framework.trainer.loop import seed_everything
 from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.build import COMPUTE_DTYPES, start_process_group
+from counterflow.framework.trainer.loop import seed_everything
 from counterflow.models.partition import StageSlice, partition
 from counterflow.models.recompute import NOTHING, Parts, Plan
 from counterflow.models.transformer import TransformerStage
@@ -29,8 +29,8 @@ from counterflow.parallel.collectives import Axis
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.zero.unit import ShardedStage
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 
 # Whether each of its layers has experts and what it recomputes, and whether it is the first and the last stage.
 StageShape = tuple[tuple[tuple[bool, Parts], ...], bool, bool]

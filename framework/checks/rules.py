@@ -12,8 +12,8 @@ from counterflow.framework.planning.step_sizes import build_schedule
 from counterflow.framework.planning.workload import Workload
 from counterflow.models.config import ModelConfig
 from counterflow.models.fp8 import fp8_problems
-from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.analysis.costs import costs_from
+from counterflow.parallel.pipeline.ir.action import Schedule
 
 
 def check(config: TrainConfig) -> None:

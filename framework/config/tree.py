@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from counterflow.framework.experts.config import BalanceConfig
-from counterflow.framework.optim.skip_step import BrakesConfig
 from counterflow.framework.checkpoint.config import CheckpointConfig
 from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig
 from counterflow.framework.data.config import DataConfig, TokenizerConfig
+from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.optim.config import OptimizerConfig, PrecisionConfig
+from counterflow.framework.optim.skip_step import BrakesConfig
 from counterflow.models.config import ModelConfig
 from counterflow.models.recompute import RecomputeConfig
 from counterflow.parallel.compress.config import CompressionConfig

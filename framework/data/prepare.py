@@ -32,7 +32,15 @@ from counterflow.framework.data.corpus import Document, share_of
 from counterflow.framework.data.files import SourceFile, list_files, shown
 from counterflow.framework.data.identity import CorpusScan, ScanRecord, read_again, recall, scan_corpus
 from counterflow.framework.data.sealed import write_whole
-from counterflow.framework.data.shards import FORMAT_VERSION, SHARD_TOKENS, SplitIndex, SplitWriter, check_hashes, dtype_for, read_index
+from counterflow.framework.data.shards import (
+    FORMAT_VERSION,
+    SHARD_TOKENS,
+    SplitIndex,
+    SplitWriter,
+    check_hashes,
+    dtype_for,
+    read_index,
+)
 
 # (what is being done, share done in 0..1)
 Progress = Callable[[str, float], None]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from counterflow.framework.memory.recompute import peak_activation_bytes, unit_bytes
 from counterflow.models.recompute import Plan
 from counterflow.parallel.offload.plan import add_offload, least_budget_bytes
-from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
 from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 
 if TYPE_CHECKING:
     import torch

@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING
 
 from counterflow.framework.devices import device_kind
 from counterflow.models.config import ModelConfig
-from counterflow.models.cost import activation_bytes_of_ends, activation_bytes_per_layer, head_forward_flops, layer_forward_flops, recomputed_flops
+from counterflow.models.cost import (
+    activation_bytes_of_ends,
+    activation_bytes_per_layer,
+    head_forward_flops,
+    layer_forward_flops,
+    recomputed_flops,
+)
 from counterflow.models.partition import StageSlice, partition
 from counterflow.models.recompute import NOTHING, Parts, Plan, options, plan_of
 from counterflow.parallel.offload.plan import without_offload
-from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 
 if TYPE_CHECKING:
     from counterflow.framework.config.tree import TrainConfig

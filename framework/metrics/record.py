@@ -114,7 +114,8 @@ class StepRecord:
     model_tflops_per_rank: model FLOPs, recomputation not counted, over step_s and the world size.
     mfu: over the device's peak; None where no peak is known.
     busy_s, idle_s: one value for each pipeline rank, the mean of its replicas (the ranks that differ in other axes).
-    time_s: the account of the step: for each category of counterflow.parallel.pipeline.ir.trace.CATEGORIES one value for each
+    time_s: the account of the step: for each category of counterflow.parallel.pipeline.ir.trace.CATEGORIES one value
+    for each
     pipeline rank, the mean of its replicas. Over the categories they add up to step_s; `other` includes what a
     rank's own step is shorter than that of the slowest rank.
     bubble_measured: idle / (busy + idle) over all pipeline ranks; bubble_simulated: the simulator's makespan

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
 from counterflow.parallel.pipeline.analysis.simulate import Costs, Simulation, simulate
+from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
 from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
-from counterflow.parallel.pipeline.ir.trace import OTHER, Activity, Clock, CopyInterval, Interval, Trace, mean_seconds
+from counterflow.parallel.pipeline.ir.trace import (
+    OTHER,
+    Activity,
+    Clock,
+    CopyInterval,
+    Interval,
+    Trace,
+    mean_seconds,
+)
 
 FORMAT, VERSION = "counterflow-timeline", 1
 FOLDER = "timeline"

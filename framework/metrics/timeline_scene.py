@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from counterflow.framework.metrics.timeline import Timeline
-from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.analysis.draw import BACKGROUND, CHARACTER, COLOURS, FAINT, INK, MEANINGS
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, OTHER, Activity, exclusive
 
 # Pixels of the SVG; the PNG takes the same geometry.

@@ -58,8 +58,8 @@ class PrecisionConfig:
     loss_scale: of fp16 alone, whose gradients would underflow without it.
     reduce: dtype in which gradients are summed over replicas; bf16 is half the bytes.
     optimizer_states: dtype of AdamW's moments; bf16 is rounded at random (framework/optim/updaters/bf16_states.py).
-    linear: `fp8` multiplies in the layers' linear layers in fp8 (parallel/ops/fp8.py); `compute` in the precision above.
-    norm_kernel: as optimizer.kernel, for norms.
+    linear: `fp8` multiplies in the layers' linear layers in fp8 (parallel/ops/fp8.py); `compute` in the precision
+    above. norm_kernel: as optimizer.kernel, for norms.
     """
 
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -13,9 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from counterflow.framework.optim.skip_step import BrakesConfig, BrakesState, accepted, exceeded, skipped, why_skipped
 from counterflow.framework.optim.loss_scale import LossScale, LossScaleConfig, may_grow, scale_after
 from counterflow.framework.optim.rollback import Rollback
+from counterflow.framework.optim.skip_step import (
+    BrakesConfig,
+    BrakesState,
+    accepted,
+    exceeded,
+    skipped,
+    why_skipped,
+)
 from counterflow.parallel.compress.gradients import GradientReduction
 
 

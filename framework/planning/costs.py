@@ -9,8 +9,8 @@ from counterflow.framework.memory.recompute import BYTES_PER_ELEMENT, recompute_
 from counterflow.framework.planning.workload import Workload
 from counterflow.models.cost import model_cost, stage_parameters
 from counterflow.models.partition import partition
-from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.analysis.costs import Costs, at, costs_from
+from counterflow.parallel.pipeline.ir.action import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from functools import partial
 
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.parallel.mesh import MeshConfig
-from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.config import ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.schedules.registry import schedule_from
 
 # Micro-batches of all steps that are checked before a run of documents, together.

@@ -15,14 +15,19 @@ from functools import cached_property
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_kind
 from counterflow.framework.memory.offload import Room, offloaded, room_of, too_small
-from counterflow.framework.memory.recompute import as_executed, peak_activation_bytes, recompute_plan, unit_bytes
+from counterflow.framework.memory.recompute import (
+    as_executed,
+    peak_activation_bytes,
+    recompute_plan,
+    unit_bytes,
+)
 from counterflow.framework.planning.step_sizes import build_schedule, next_num_microbatches, step_sizes
 from counterflow.models.recompute import Parts, plan_of
 from counterflow.parallel.offload.plan import least_budget_bytes
-from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
-from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.analysis.passes import forward_only
 from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 
 
 class Workload:

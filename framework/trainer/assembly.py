@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.planning.costs import schedule_costs
 from counterflow.framework.data.loader import BatchLoader, StepData
 from counterflow.framework.optim.optimizer import ModelOptimizer
-from counterflow.framework.trainer.rebalance import Balancer
 from counterflow.framework.optim.step_guard import StepGuard, StepUndo
-from counterflow.framework.trainer.stop import StopRequest
+from counterflow.framework.planning.costs import schedule_costs
 from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.rebalance import Balancer
+from counterflow.framework.trainer.stop import StopRequest
 from counterflow.models.cost import model_cost
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.mesh import Mesh
+from counterflow.parallel.pipeline.analysis.simulate import simulate
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.schedules.registry import bubble_formula
-from counterflow.parallel.pipeline.analysis.simulate import simulate
 from counterflow.parallel.zero.unit import ShardedStage
 
 

@@ -12,33 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from counterflow.framework.optim.apex import KernelChoice, KernelUse, choose_kernel
-from counterflow.framework.optim.updaters.apex import ApexAdamW, use_apex_norms
-from counterflow.framework.trainer.assembly import Assembly, Axes, ExpectedBubbles
-from counterflow.framework.optim.updaters.bf16_states import StochasticBf16AdamW
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig
 from counterflow.framework.data.documents import DocumentLoader
 from counterflow.framework.data.loader import BatchLoader, StepData, TokenDataset
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.devices import count_problems, devices_here
-from counterflow.framework.optim.updaters.disk_states import DiskStates
-from counterflow.framework.optim.updaters.host_states import HostStates, nothing_moves
 from counterflow.framework.experts.routing import routing_state
 from counterflow.framework.memory.offload import offloader_for
+from counterflow.framework.optim.apex import KernelChoice, KernelUse, choose_kernel
 from counterflow.framework.optim.optimizer import ModelOptimizer
-from counterflow.framework.trainer.rebalance import Balancer, initial_placement
 from counterflow.framework.optim.step_guard import StepGuard, StepUndo
+from counterflow.framework.optim.updaters.apex import ApexAdamW, use_apex_norms
+from counterflow.framework.optim.updaters.bf16_states import StochasticBf16AdamW
+from counterflow.framework.optim.updaters.disk_states import DiskStates
+from counterflow.framework.optim.updaters.host_states import HostStates, nothing_moves
 from counterflow.framework.optim.updaters.updater import TorchAdamW, Updater
 from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.assembly import Assembly, Axes, ExpectedBubbles
+from counterflow.framework.trainer.rebalance import Balancer, initial_placement
 from counterflow.models.config import ModelConfig
 from counterflow.models.fp8 import use_fp8
 from counterflow.models.partition import partition
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.expert.exchange import CommunicationPoint, ExpertParallel
-from counterflow.parallel.ops.fp8 import why_no_fp8
 from counterflow.parallel.mesh import Mesh, build_mesh
+from counterflow.parallel.ops.fp8 import why_no_fp8
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 from counterflow.parallel.pipeline.runtime.payload import payload_of
 from counterflow.parallel.pipeline.runtime.runtime import Runtime

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.checkpoint.box import TensorBox, shard_boxes
 from counterflow.framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
 from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
 from counterflow.framework.checkpoint.storage import load, read_rank_state, save
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.config.mapping import to_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.experts.routing import routing_state
+from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.resume import checkpoint_to_resume, checkpoints_of, resume_problems
 from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.collectives import set_timeout

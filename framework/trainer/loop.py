@@ -18,15 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import deterministic as deterministic_kernels
 
-from counterflow.framework.trainer import rebalance
-from counterflow.framework.trainer import checkpointing as run_checkpoint
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build, start_process_group
-from counterflow.framework.trainer.collector import frozen_objects
-from counterflow.framework.config.tree import TrainConfig, TrainingConfig
 from counterflow.framework.config.mapping import to_mapping
+from counterflow.framework.config.tree import TrainConfig, TrainingConfig
 from counterflow.framework.errors import StoppedError
-from counterflow.framework.trainer.measure import StepOutcome, UnfinishedStep, gather_timeline, step_record, timeline_is_due
 from counterflow.framework.metrics.console import ConsoleSink
 from counterflow.framework.metrics.guarded import GuardedSink
 from counterflow.framework.metrics.plot import plot_loss
@@ -36,6 +30,18 @@ from counterflow.framework.metrics.sinks import close_sinks, failures_of, log_pi
 from counterflow.framework.metrics.status import Status
 from counterflow.framework.metrics.timeline import Timeline
 from counterflow.framework.metrics.timeline_render import write_files
+from counterflow.framework.trainer import checkpointing as run_checkpoint
+from counterflow.framework.trainer import rebalance
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build, start_process_group
+from counterflow.framework.trainer.collector import frozen_objects
+from counterflow.framework.trainer.measure import (
+    StepOutcome,
+    UnfinishedStep,
+    gather_timeline,
+    step_record,
+    timeline_is_due,
+)
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import begin_step, evaluate
 from counterflow.framework.trainer.stop import StopRequest, stop_on_sigterm

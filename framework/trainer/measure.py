@@ -13,16 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import COMPUTE_DTYPES
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.metrics.hardware import device_name, peak_flops
 from counterflow.framework.metrics.record import MoERecord, OffloadRecord, StepRecord
 from counterflow.framework.metrics.timeline import Timeline, build_timeline
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import COMPUTE_DTYPES
 from counterflow.parallel.collectives import all_gather_into
 from counterflow.parallel.mesh import ranks_along
 from counterflow.parallel.offload.offloader import OffloadReport
-from counterflow.parallel.pipeline.ir.trace import CATEGORIES, COMPUTE_CATEGORIES, OTHER, Inflation, Trace, align, clock_id
+from counterflow.parallel.pipeline.ir.trace import (
+    CATEGORIES,
+    COMPUTE_CATEGORIES,
+    OTHER,
+    Inflation,
+    Trace,
+    align,
+    clock_id,
+)
 
 # Tokens that experts exchange; parameters and gradients of experts among the ranks that hold the same ones.
 _EXPERT_AXES = ("expert", "expert_data")
@@ -32,8 +40,8 @@ BYTE_AXES = ("tensor", "data", "pipeline", "world", *_EXPERT_AXES)
 class RankStep(NamedTuple):
     """What one rank measured in a step; every field is a number, gathered from all ranks as one vector.
 
-    forward_s to other_s: the account of the step, the categories of counterflow.parallel.pipeline.ir.trace in their order.
-    split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
+    forward_s to other_s: the account of the step, the categories of counterflow.parallel.pipeline.ir.trace in their
+    order. split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
     start_s, clock_id: when the step began, and on which clock.
     reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
     offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.

@@ -17,17 +17,24 @@ import torch
 from torch import Tensor
 
 from counterflow.framework.experts.config import BalanceConfig
-from counterflow.framework.metrics.record import BalanceRecord, MoERecord
 from counterflow.framework.experts.routing import moe_layers
+from counterflow.framework.metrics.record import BalanceRecord, MoERecord
 from counterflow.parallel.collectives import all_reduce, all_to_all_into
 from counterflow.parallel.expert.exchange import even_placement
-from counterflow.parallel.mesh import Mesh, expert_ranks, expert_replica_ranks
-from counterflow.parallel.expert.placement import ExpertLayout, ExpertsByRank, aligned, imbalance, improve, place_experts
+from counterflow.parallel.expert.placement import (
+    ExpertLayout,
+    ExpertsByRank,
+    aligned,
+    imbalance,
+    improve,
+    place_experts,
+)
 from counterflow.parallel.expert.relocate import Holding, plan_moves
+from counterflow.parallel.mesh import Mesh, expert_ranks, expert_replica_ranks
 
 if TYPE_CHECKING:
-    from counterflow.framework.trainer.assembly import Assembly
     from counterflow.framework.config.tree import TrainConfig
+    from counterflow.framework.trainer.assembly import Assembly
 
 
 def is_due(config: TrainConfig, step: int) -> bool:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.experts import routing as moe
-from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.optim.lr import learning_rate
-from counterflow.framework.trainer.measure import Judgement, StepOutcome, UnfinishedStep, gather_ranks
+from counterflow.framework.experts import routing as moe
 from counterflow.framework.metrics.record import MoERecord
+from counterflow.framework.optim.lr import learning_rate
 from counterflow.framework.optim.scaled_gradient import with_scaled_gradient
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.measure import Judgement, StepOutcome, UnfinishedStep, gather_ranks
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import all_reduce
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy

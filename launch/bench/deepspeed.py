@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from counterflow.framework.bench.config import DeepSpeedBenchConfig
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.checks.rules import check
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.deepspeed.start import why_not
 from counterflow.framework.errors import ConfigError
 from counterflow.launch.bench.ranks import run_ranks

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from counterflow.framework.bench.config import MemoryBenchConfig
-from counterflow.launch.bench.ranks import run_ranks
 from counterflow.launch.bench.picture import save_picture
+from counterflow.launch.bench.ranks import run_ranks
 
 if TYPE_CHECKING:
     from counterflow.framework.bench.memory import Case, Row

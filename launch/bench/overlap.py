@@ -12,8 +12,8 @@ from rich.table import Table
 
 from counterflow.framework.bench.config import OverlapBenchConfig
 from counterflow.framework.bench.network import why_not
-from counterflow.launch.bench.ranks import run_ranks
 from counterflow.launch.bench.picture import save_picture
+from counterflow.launch.bench.ranks import run_ranks
 
 if TYPE_CHECKING:
     from counterflow.framework.bench.overlap import Row, Workload
@@ -142,8 +142,8 @@ def draw(row: Row, path: Path, network: str) -> Path:
 
     from counterflow.framework.bench.overlap import EXPERT_RANKS
     from counterflow.framework.metrics.timeline_scene import WAIT_COLOURS
-    from counterflow.parallel.pipeline.ir.action import Kind
     from counterflow.parallel.pipeline.analysis.draw import COLOURS
+    from counterflow.parallel.pipeline.ir.action import Kind
     from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, exclusive
 
     colours: dict[Activity, str] = {

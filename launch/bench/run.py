@@ -11,7 +11,15 @@ from typing import Any
 
 from rich.console import Console
 
-from counterflow.framework.bench.config import CompressionBenchConfig, DeepSpeedBenchConfig, MemoryBenchConfig, OptimizerBenchConfig, OverlapBenchConfig, P2PBenchConfig, ScheduleBenchConfig
+from counterflow.framework.bench.config import (
+    CompressionBenchConfig,
+    DeepSpeedBenchConfig,
+    MemoryBenchConfig,
+    OptimizerBenchConfig,
+    OverlapBenchConfig,
+    P2PBenchConfig,
+    ScheduleBenchConfig,
+)
 from counterflow.framework.config.mapping import from_mapping
 
 _CONFIGS: dict[str, type[Any]] = {

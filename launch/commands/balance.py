@@ -13,7 +13,13 @@ from rich.table import Table
 from counterflow.framework.config.mapping import from_mapping
 from counterflow.framework.metrics.sinks import METRICS_FILE, iterate_records
 from counterflow.parallel.expert.exchange import even_placement
-from counterflow.parallel.expert.placement import ExpertLayout, ExpertsByRank, imbalance, place_experts, rank_loads
+from counterflow.parallel.expert.placement import (
+    ExpertLayout,
+    ExpertsByRank,
+    imbalance,
+    place_experts,
+    rank_loads,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

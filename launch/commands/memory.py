@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.checks.rules import check
+from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.devices import check_devices
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.trainer.run import RunContext

@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.checks.rules import check
+from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.devices import check_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError
 from counterflow.framework.trainer.run import RunContext

@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
-from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.checks.rules import build_schedule, check
+from counterflow.framework.config.mapping import config_hash
+from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.devices import check_devices, devices_here
 from counterflow.framework.errors import ConfigError
 from counterflow.launch.commands.train import LaunchOptions, short_path
@@ -32,7 +32,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     path = _path(config, options, num_stages)
     vocab_size = config.model.vocab_size or _tokenizer_size(config)
 
-    from counterflow.framework.checks.profile import run_profile_rank# before the ranks are forked
+    from counterflow.framework.checks.profile import run_profile_rank  # before the ranks are forked
     from counterflow.launch.ranks.elastic import run_local
 
     print(

@@ -10,20 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.planning.costs import message_bytes, schedule_costs, stage_bytes
 from counterflow.framework.memory.offload import copy_model
+from counterflow.framework.planning.costs import message_bytes, schedule_costs, stage_bytes
 from counterflow.framework.planning.workload import Workload
 from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
-from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.draw import timeline_png, timeline_svg
 from counterflow.parallel.pipeline.analysis.passes import lower, why_not_overlapped
-from counterflow.parallel.pipeline.schedules.definition import FormulaBubble
-from counterflow.parallel.pipeline.schedules.registry import bubble_formula, schedule_from
 from counterflow.parallel.pipeline.analysis.simulate import Simulation, simulate
-from counterflow.parallel.pipeline.ir.text import to_csv
 from counterflow.parallel.pipeline.analysis.verify import Report, verify
 from counterflow.parallel.pipeline.analysis.volume import Volume, data_volume, pipeline_volume
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.ir.text import to_csv
+from counterflow.parallel.pipeline.schedules.definition import FormulaBubble
+from counterflow.parallel.pipeline.schedules.registry import bubble_formula, schedule_from
 
 # Compute actions up to which the executable form is made and proven as well, and the timeline drawn; and up to which
 # the compute actions are written. Larger schedules are proven and simulated in a second or a few without them.

@@ -1,8 +1,8 @@
 """`counterflow train`: prepare the data, make the run's folder, start the ranks, return what rank 0 measured.
 
 Where torchrun, srun or Kubernetes started this process as one rank among others (launch/ranks/environment.py) it joins
-them, once all are found to be started alike (launch/ranks/agreement.py); else it starts every rank of the config's layout
-on this machine.
+them, once all are found to be started alike (launch/ranks/agreement.py); else it starts every rank of the config's
+layout on this machine.
 
     counterflow train schedule=1f1b
     torchrun --nnodes=2 --nproc-per-node=8 -m counterflow train parallel.data_parallel_size=4 ...
@@ -20,16 +20,16 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.config.mapping import config_hash, to_mapping
 from counterflow.framework.checks.rules import check, check_workload
+from counterflow.framework.config.mapping import config_hash, to_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_identity, device_problems, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
 from counterflow.framework.metrics.sinks import check_logger
 from counterflow.framework.redaction import without_secrets
 from counterflow.framework.trainer.run import RunContext
-from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
 from counterflow.launch.compose import config_file_text
+from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
 from counterflow.launch.ranks.environment import JoinedRank, joined_rank, restart_problem, socket_environment
 from counterflow.launch.ranks.failure import describe, error_path, keep
 from counterflow.parallel.scratch_file import ScratchFile
@@ -75,7 +75,9 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     context = prepare_run(config, options, started_at)
     num_ranks = config.parallel.world_size
     _say(f"run folder {short_path(context.run_dir)}, {num_ranks} local rank{'s' * (num_ranks > 1)}")
-    from counterflow.framework.trainer.loop import run_rank# what the ranks need is imported once, before they are forked
+    from counterflow.framework.trainer.loop import (
+        run_rank,  # what the ranks need is imported once, before they are forked
+    )
 
     results = run_local(
         run_rank,
@@ -397,4 +399,3 @@ def _say(line: str) -> None:
 def short_path(path: Path) -> str:
     """`path` as seen from the working directory, where that is shorter."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-

@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.config.mapping import to_mapping
 from counterflow.framework.checks.rules import build_schedule
+from counterflow.framework.config.mapping import to_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_kind
 from counterflow.framework.errors import ConfigError, RunFailedError
 from counterflow.launch.ranks.environment import JoinedRank

@@ -19,7 +19,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from counterflow.launch.ranks.failure import Cause, RankError, RankExit, Silence, error_path, fault_path, keep, root_cause, stack_path
+from counterflow.launch.ranks.failure import (
+    Cause,
+    RankError,
+    RankExit,
+    Silence,
+    error_path,
+    fault_path,
+    keep,
+    root_cause,
+    stack_path,
+)
 
 STACK_SIGNAL = signal.SIGUSR2
 # Deep recursions have tracebacks without end; their last lines tell.

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.compress.codec import codec_of
-from counterflow.parallel.compress.powersgd import PowerSGDReduction, plan_factors
-from counterflow.parallel.compress.reduction import CodedReduction, PendingReduction, PlainReduction, Reduction
 from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.powersgd import PowerSGDReduction, plan_factors
+from counterflow.parallel.compress.reduction import (
+    CodedReduction,
+    PendingReduction,
+    PlainReduction,
+    Reduction,
+)
 
 
 class GradientReduction:

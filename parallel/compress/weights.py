@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from counterflow.parallel.collectives import Axis, all_gather_into
 from counterflow.parallel.compress.codec import Codec, Float8, Integers
+from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.compress.messages import Messages, exchange
 from counterflow.parallel.compress.pieces import PiecewiseCodec, in_pieces
-from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.parameters import placement_of
 
 

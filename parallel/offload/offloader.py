@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from counterflow.parallel.offload.lane import Job, Lane
-from counterflow.parallel.pipeline.ir.offload_sizes import Unit
 from counterflow.parallel.offload.tier import Region, Tier
 from counterflow.parallel.offload.unit import SavedUnit, Shared
 from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.offload_sizes import Unit
 from counterflow.parallel.pipeline.ir.trace import Recorder
 
 logger = logging.getLogger(__name__)

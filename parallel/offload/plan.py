@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from counterflow.parallel.pipeline.ir.offload_sizes import Unit, UnitBytes
+from counterflow.parallel.pipeline.analysis.passes import around_compute
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind, Schedule
 from counterflow.parallel.pipeline.ir.dependencies import microbatch_of
-from counterflow.parallel.pipeline.analysis.passes import around_compute
+from counterflow.parallel.pipeline.ir.offload_sizes import Unit, UnitBytes
 
 LEADS = (1, 0)
 

@@ -13,7 +13,8 @@ hooks called, as ever. Whatever looks at `torch.is_grad_enabled` sees one pass o
 Note [The same numbers]
 The second pass reads the parameters that are there then: UNSHARD has made them whole before any backward. It runs
 under the first pass's autocast, and with its random numbers where it drew any; then the generators are put back. What
-random numbers a pass draws must be its own: where another chunk computes in between (parallel/pipeline/runtime/overlap.py)
+random numbers a pass draws must be its own: where another chunk computes in between
+(parallel/pipeline/runtime/overlap.py)
 and draws some too, the state at the end is not the first pass's, and that is an error, not a wrong gradient.
 
 Note [Collectives]

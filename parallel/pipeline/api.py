@@ -20,14 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterflow.parallel.groups import destroy_group, new_group
+from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
-from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
-from counterflow.parallel.pipeline.ties import existing_parameters, refuse_ties_between_ranks, shared_parameters, unique_parameters
-from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.schedules.registry import generate
+from counterflow.parallel.pipeline.ties import (
+    existing_parameters,
+    refuse_ties_between_ranks,
+    shared_parameters,
+    unique_parameters,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from counterflow.parallel.collectives import Axis, copy_to_tensor_parallel, gather_from_sequence_parallel, reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
-from counterflow.parallel.parameters import ParameterPlacement, place
+from counterflow.parallel.collectives import (
+    Axis,
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+)
 from counterflow.parallel.ops.weight_grad import WeightGradSink, split_linear
+from counterflow.parallel.parameters import ParameterPlacement, place
 
 SEQUENCE_DIM = 1
 

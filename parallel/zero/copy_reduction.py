@@ -18,7 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, all_gather_into, all_to_all_into
-from counterflow.parallel.compress.reduction import PendingReduction, PlainReduction, ReductionReport, Steps, fp32_bytes
+from counterflow.parallel.compress.reduction import (
+    PendingReduction,
+    PlainReduction,
+    ReductionReport,
+    Steps,
+    fp32_bytes,
+)
 from counterflow.parallel.expert.copies import ExpertCopies
 
 

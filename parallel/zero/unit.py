@@ -35,13 +35,13 @@ from torch import Tensor, nn
 
 from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.compress.codec import Codec
+from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.compress.reduction import PendingReduction, ReductionReport
 from counterflow.parallel.compress.weights import PendingGather, WeightGather, is_quantised, weight_codec_of
-from counterflow.parallel.compress.config import CompressionConfig
-from counterflow.parallel.zero.copy_reduction import CopiesReduction, Stack
 from counterflow.parallel.parameters import ParameterPlacement, expert_runs, initialize, place, placement_of
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.copy_reduction import CopiesReduction, Stack
 
 # A multiple of what any CPU kernel of AdamW computes at once.
 _VECTOR_ELEMENTS = 64

@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.checkpoint.manifest import read_metadata
+from counterflow.framework.checks.parity import reference_config
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.batch_plan import BatchRampConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.metrics.timeline import Timeline
-from counterflow.framework.checks.parity import reference_config
-from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
-from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
+from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.simulate import simulate
 from tests.rank_pool import RankPool

@@ -10,11 +10,23 @@ from typing import Any
 import pytest
 
 from counterflow.framework.config.compositions import REFUSALS, Refusal, refused
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.trainer.run import RunContext
-from tests.composition_cover import ALTERNATIVES, ELSEWHERE, NEEDS, SWITCHES, alternatives, composing_pairs, config_of, cover, feature_keys, kept_cases, pairs_in
+from tests.composition_cover import (
+    ALTERNATIVES,
+    ELSEWHERE,
+    NEEDS,
+    SWITCHES,
+    alternatives,
+    composing_pairs,
+    config_of,
+    cover,
+    feature_keys,
+    kept_cases,
+    pairs_in,
+)
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import merged, run_context, tiny_config

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from counterflow.framework.checks.memory import measure
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData, prepare
-from counterflow.framework.checks.memory import measure
 from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.trainer.run import RunContext
 from tests.rank_pool import RankPool

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from counterflow.framework.checkpoint.manifest import read_metadata
+from counterflow.framework.checks.parity import reference_config
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.data.shards import SplitWriter
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.checks.parity import reference_config
 from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
 from tests.framework.test_batch_ramp import run_steps
 from tests.rank_pool import RankPool

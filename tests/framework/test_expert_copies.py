@@ -12,17 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.trainer import rebalance
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.experts.routing import moe_layers
-from counterflow.framework.trainer.rebalance import next_placement
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.trainer import rebalance
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.rebalance import next_placement
+from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.expert.copies import places_of
 from counterflow.parallel.expert.placement import ExpertsByRank
 from tests.framework.checks.test_parity import assert_parity, measure

@@ -20,14 +20,14 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.metrics.record import StepRecord
-from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.launch.commands.train import LaunchOptions
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.mesh import Mesh, MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place
-from counterflow.parallel.zero.unit import ShardedStage
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import MIXTURES, merged, run_context, tiny_config

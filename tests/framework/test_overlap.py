@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.loop import seed_everything
 from counterflow.framework.trainer.measure import step_record
 from counterflow.framework.trainer.step import train_step
-from counterflow.framework.trainer.loop import seed_everything
 from counterflow.parallel.pipeline.ir.action import Kind
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, tiny_config

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.run import RunContext
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config
 

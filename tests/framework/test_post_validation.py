@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build
+from counterflow.framework.checks.memory import measure
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.checks.memory import measure
 from counterflow.framework.experts.routing import moe_layers
 from counterflow.framework.optim.optimizer import ModelOptimizer, Validation
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config

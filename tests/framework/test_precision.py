@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.optim.updaters.bf16_states import StochasticBf16AdamW, rounded_to_bf16
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.checks.rules import check
-from counterflow.framework.planning.costs import stage_bytes
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.updaters.bf16_states import StochasticBf16AdamW, rounded_to_bf16
 from counterflow.framework.optim.updaters.updater import Part
+from counterflow.framework.planning.costs import stage_bytes
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.compress.reduction import PlainReduction
 from tests.framework.optim.test_skip_step import run_steps

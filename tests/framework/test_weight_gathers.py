@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.loop import seed_everything, train
-from counterflow.parallel.compress.weights import is_quantised
+from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.weights import is_quantised
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import MIXTURES, run_context, tiny_config

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from counterflow.launch.cli import UsageError, main, parse
-from counterflow.launch.help.commands import COMMANDS, command_help, foreign_options
 from counterflow.launch.help.bench import BENCHES
+from counterflow.launch.help.commands import COMMANDS, command_help, foreign_options
 
 _ROOT = Path(__file__).parents[2]
 _FOUR_STAGES = ["parallel.pipeline_parallel_size=4", "schedule.num_microbatches=8"]
@@ -126,8 +126,12 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from counterflow.launch.cli import main; main(['train', '--help']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT / ".src", capture_output=True, text=True, check=True)
+    code = (
+        "import sys; from counterflow.launch.cli import main; main(['train', '--help']); print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=_ROOT / ".src", capture_output=True, text=True, check=True
+    )
     assert not {"torch", "hydra", "numpy", "rich"} & set(done.stdout.split())
 
 
@@ -172,8 +176,8 @@ def test_the_error_is_json_too(capfd: pytest.CaptureFixture[str]) -> None:
 def test_cfg_job_prints_every_key(capfd: pytest.CaptureFixture[str]) -> None:
     import yaml
 
-    from counterflow.framework.config.tree import TrainConfig
     from counterflow.framework.config.mapping import from_mapping
+    from counterflow.framework.config.tree import TrainConfig
     from counterflow.launch.compose import compose_config
 
     assert main(["train", "--cfg", "job", "seed=5"]) == 0

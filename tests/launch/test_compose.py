@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.config.mapping import config_hash, from_mapping, to_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.launch.cli import main
-from counterflow.launch.compose import compose_config, compose_mapping, compose_recorded, config_file_text, expand_sweep, find_choices, to_yaml
+from counterflow.launch.compose import (
+    compose_config,
+    compose_mapping,
+    compose_recorded,
+    config_file_text,
+    expand_sweep,
+    find_choices,
+    to_yaml,
+)
 
 
 def test_the_embedded_default_is_the_main_job() -> None:

@@ -12,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from counterflow.models.config import ModelConfig, MoEConfig, MTPConfig
-from counterflow.models.cost import activation_bytes_per_layer, hardware_flops_per_token, model_cost, recomputed_flops, stage_parameters
+from counterflow.models.cost import (
+    activation_bytes_per_layer,
+    hardware_flops_per_token,
+    model_cost,
+    recomputed_flops,
+    stage_parameters,
+)
 from counterflow.models.hf.config import to_hf_config
 from counterflow.models.partition import partition
 from counterflow.models.positions import rotary_table

@@ -10,7 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.parallel.collectives import Axis, ByteMeter, all_gather_into, all_reduce, all_to_all_into, broadcast, copy_to_tensor_parallel, gather_from_sequence_parallel, gather_from_tensor_parallel, reduce_from_tensor_parallel, reduce_scatter_into, reduce_scatter_to_sequence_parallel, split_to_tensor_parallel
+from counterflow.parallel.collectives import (
+    Axis,
+    ByteMeter,
+    all_gather_into,
+    all_reduce,
+    all_to_all_into,
+    broadcast,
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    gather_from_tensor_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_into,
+    reduce_scatter_to_sequence_parallel,
+    split_to_tensor_parallel,
+)
 from tests.rank_pool import RankPool
 
 

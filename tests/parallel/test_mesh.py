@@ -6,7 +6,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterflow.parallel.mesh import MeshConfig, build_mesh, expert_ranks, expert_replica_ranks, ranks_along, replica_ranks
+from counterflow.parallel.mesh import (
+    MeshConfig,
+    build_mesh,
+    expert_ranks,
+    expert_replica_ranks,
+    ranks_along,
+    replica_ranks,
+)
 from tests.rank_pool import RankPool
 
 sizes = st.integers(1, 4)

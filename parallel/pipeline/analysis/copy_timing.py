@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterflow.parallel.pipeline.ir.offload_sizes import Unit, UnitBytes
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind
 from counterflow.parallel.pipeline.ir.dependencies import microbatch_of
+from counterflow.parallel.pipeline.ir.offload_sizes import Unit, UnitBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

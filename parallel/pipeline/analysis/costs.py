@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from counterflow.parallel.pipeline.ir.action import Action, Kind
-from counterflow.parallel.pipeline.config import CostsConfig, PerStage
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, load_profile
+from counterflow.parallel.pipeline.config import CostsConfig, PerStage
+from counterflow.parallel.pipeline.ir.action import Action, Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 from counterflow.parallel.pipeline.analysis.simulate import Interval
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 
 # Sizes in pixels of the SVG; the PNG takes the same geometry at 100 pixels per inch.
 ROW = 30

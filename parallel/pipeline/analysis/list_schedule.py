@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
-from counterflow.parallel.pipeline.ir.arrays import leaves_of
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.simulate import Work
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.arrays import leaves_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,20 @@ from itertools import chain
 
 import numpy as np
 
+from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 from counterflow.parallel.pipeline.ir.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from counterflow.parallel.pipeline.ir.arrays import Leaves, Products, leaves_of
-from counterflow.parallel.pipeline.ir.dependencies import RULES, ScheduleError, Value, destination, each_leaf, gives, receive_of, send_of, weights_read
-from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.ir.dependencies import (
+    RULES,
+    ScheduleError,
+    Value,
+    destination,
+    each_leaf,
+    gives,
+    receive_of,
+    send_of,
+    weights_read,
+)
 
 _WEIGHT_GRADIENTS = frozenset(kind for kind, rule in RULES.items() if Value.WEIGHT_GRADIENT in rule.gives)
 
@@ -34,7 +44,8 @@ def lower(
 
     zero_stage: 3 adds UNSHARD and RESHARD; gradients are reduced at every stage.
     reshard_after: see `add_unshard`. early_sends: see `send_early`.
-    overlap: the runtime runs the halves of a pair together (parallel/pipeline/runtime/overlap.py), so pairs stay whole, and
+    overlap: the runtime runs the halves of a pair together (parallel/pipeline/runtime/overlap.py), so pairs stay
+    whole, and
         schedules that say `pairs_chunks` get some.
 
     Raises ValueError: an unknown `zero_stage` or `reshard_after`. ScheduleError: the schedule cannot run.

@@ -15,9 +15,9 @@ from itertools import pairwise
 import numpy as np
 
 from counterflow.parallel.pipeline.analysis.copy_timing import Copy, CopyModel, RankCopies
+from counterflow.parallel.pipeline.analysis.costs import Costs, costs_from
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Schedule
 from counterflow.parallel.pipeline.ir.arrays import CODES, KINDS, Ints, Leaves, Products, leaves_of, peaks
-from counterflow.parallel.pipeline.analysis.costs import Costs, costs_from
 from counterflow.parallel.pipeline.ir.dependencies import RULES, ScheduleError
 
 __all__ = [

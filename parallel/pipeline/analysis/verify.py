@@ -8,8 +8,24 @@ from typing import NoReturn
 import numpy as np
 
 from counterflow.parallel.pipeline.ir.action import SENDS, STAGE_WIDE, Action, Kind, Schedule
-from counterflow.parallel.pipeline.ir.arrays import KINDS, Bools, Ints, Products, leaves_of, live, maxima, running
-from counterflow.parallel.pipeline.ir.dependencies import RULES, ScheduleError, Value, receive_of, replay, send_of
+from counterflow.parallel.pipeline.ir.arrays import (
+    KINDS,
+    Bools,
+    Ints,
+    Products,
+    leaves_of,
+    live,
+    maxima,
+    running,
+)
+from counterflow.parallel.pipeline.ir.dependencies import (
+    RULES,
+    ScheduleError,
+    Value,
+    receive_of,
+    replay,
+    send_of,
+)
 from counterflow.parallel.pipeline.ir.text import grid
 
 __all__ = ["Report", "ScheduleError", "verify"]

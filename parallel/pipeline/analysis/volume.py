@@ -1,7 +1,7 @@
 """How many bytes a schedule sends: over each link of the pipeline, and over the data axis.
 
-The counts are payloads of one step and one pipeline, by the convention of `counterflow.parallel.collectives.ByteMeter`, which
-counts the same while a step runs.
+The counts are payloads of one step and one pipeline, by the convention of
+`counterflow.parallel.collectives.ByteMeter`, which counts the same while a step runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.ir.arrays import Products
-from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.ir.dependencies import Value
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from counterflow.parallel.offload.offloader import Offloader
 from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 from counterflow.parallel.pipeline.runtime.operation import Operation, StepState, as_tuple, half_of
 from counterflow.parallel.pipeline.runtime.overlap import Half, Interleaver
 from counterflow.parallel.pipeline.runtime.p2p import Channel, Transport, specs_of
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 
 
 class Handlers:

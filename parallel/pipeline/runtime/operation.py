@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from counterflow.parallel.pipeline.ir.action import RECEIVES, Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.trace import Activity
 from counterflow.parallel.pipeline.runtime.overlap import Half
 from counterflow.parallel.pipeline.runtime.p2p import Channel, Receipt
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.pipeline.ir.trace import Activity
 
 LossFunction = Callable[[Any, Any], Tensor]
 Microbatches = Tensor | Sequence[Any] | None

@@ -17,17 +17,27 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
 from counterflow.parallel.offload.offloader import Offloader
+from counterflow.parallel.pipeline.analysis.passes import forward_only, why_not_overlapped
+from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.trace import Activity, Recorder, Trace
 from counterflow.parallel.pipeline.runtime.ahead import forwards_ahead, unused_receives
 from counterflow.parallel.pipeline.runtime.handlers import Handlers
-from counterflow.parallel.pipeline.runtime.operation import LossFunction, Microbatches, Operation, StepState, as_tuple, bind, random_state, set_random_state, split_microbatches
+from counterflow.parallel.pipeline.runtime.operation import (
+    LossFunction,
+    Microbatches,
+    Operation,
+    StepState,
+    as_tuple,
+    bind,
+    random_state,
+    set_random_state,
+    split_microbatches,
+)
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 from counterflow.parallel.pipeline.runtime.p2p import Transport, specs_of
-from counterflow.parallel.pipeline.analysis.passes import forward_only, why_not_overlapped
 from counterflow.parallel.pipeline.runtime.payload import Payload
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.pipeline.ir.trace import Activity, Recorder, Trace
-from counterflow.parallel.pipeline.analysis.verify import verify
 
 logger = logging.getLogger(__name__)
 

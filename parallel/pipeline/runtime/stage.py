@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from counterflow.parallel.pipeline.adoption import Adoption, adopt, release
-from counterflow.parallel.pipeline.runtime.boundary import Entrance, edges_of, enter, gradient_of, is_floating, spec_of
-from counterflow.parallel.pipeline.gradient_sum import GradientSum
 from counterflow.parallel.ops.weight_grad import WeightGradStore
+from counterflow.parallel.pipeline.adoption import Adoption, adopt, release
+from counterflow.parallel.pipeline.gradient_sum import GradientSum
+from counterflow.parallel.pipeline.runtime.boundary import (
+    Entrance,
+    edges_of,
+    enter,
+    gradient_of,
+    is_floating,
+    spec_of,
+)
 
 
 class StageParameters(Protocol):

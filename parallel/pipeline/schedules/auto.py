@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from counterflow.parallel.pipeline.ir.action import Kind, Schedule
-from counterflow.parallel.pipeline.ir.arrays import leaves_of, live, maxima
-from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
 from counterflow.parallel.pipeline.analysis.cost_profile import load_profile
 from counterflow.parallel.pipeline.analysis.costs import Costs, costs_from
 from counterflow.parallel.pipeline.analysis.list_schedule import Policy, Problem, list_schedule
 from counterflow.parallel.pipeline.analysis.local_search import Orders, improve
+from counterflow.parallel.pipeline.analysis.simulate import simulate
+from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.arrays import leaves_of, live, maxima
 from counterflow.parallel.pipeline.schedules.definition import Source, SourcedSchedule
 from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
-from counterflow.parallel.pipeline.analysis.simulate import simulate
 
 # Actions that a search may place, unless told otherwise: about a second.
 BUDGET = 1_600_000

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from counterflow.parallel.pipeline.ir.action import COMPUTE
-from counterflow.parallel.pipeline.config import ScheduleConfig
-from counterflow.parallel.pipeline.ir.dependencies import ScheduleError
-from counterflow.parallel.pipeline.schedules.definition import Source, SourcedSchedule
-from counterflow.parallel.pipeline.ir.text import from_csv
 from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.config import ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import COMPUTE
+from counterflow.parallel.pipeline.ir.dependencies import ScheduleError
+from counterflow.parallel.pipeline.ir.text import from_csv
+from counterflow.parallel.pipeline.schedules.definition import Source, SourcedSchedule
 
 
 def read_csv(path: str | None, num_ranks: int, num_microbatches: int) -> Source:

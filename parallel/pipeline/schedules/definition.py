@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from counterflow.parallel.pipeline.ir.action import Kind, Schedule
-from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.analysis.costs import Costs
+from counterflow.parallel.pipeline.config import ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,16 @@ from importlib import import_module
 from types import MappingProxyType
 
 from counterflow.parallel.pipeline import schedules
-from counterflow.parallel.pipeline.ir.action import Schedule
-from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.analysis.costs import Costs
-from counterflow.parallel.pipeline.schedules.definition import FormulaBubble, GeneratedSchedule, ScheduleDefinition, Source, SourcedSchedule
+from counterflow.parallel.pipeline.config import ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.schedules.definition import (
+    FormulaBubble,
+    GeneratedSchedule,
+    ScheduleDefinition,
+    Source,
+    SourcedSchedule,
+)
 
 _log = logging.getLogger(__name__)
 

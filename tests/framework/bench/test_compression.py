@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from counterflow.framework.bench.compression import NONE, Row, measure_compression, model_gradient, predicted_s
+from counterflow.framework.bench.compression import (
+    NONE,
+    Row,
+    measure_compression,
+    model_gradient,
+    predicted_s,
+)
 from counterflow.framework.bench.config import CompressionBenchConfig
 from counterflow.models.config import ModelConfig
 from counterflow.parallel.compress.config import CompressionConfig

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from counterflow.framework.bench.config import MemoryBenchConfig
-from counterflow.framework.bench.memory import NONE, UNLIMITED, Row, base_config, cases_of, measure_memory, step_ratio
+from counterflow.framework.bench.memory import (
+    NONE,
+    UNLIMITED,
+    Row,
+    base_config,
+    cases_of,
+    measure_memory,
+    step_ratio,
+)
 from counterflow.framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
 

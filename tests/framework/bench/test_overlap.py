@@ -9,7 +9,18 @@ import torch.distributed as dist
 
 from counterflow.framework.bench import overlap
 from counterflow.framework.bench.config import OverlapBenchConfig
-from counterflow.framework.bench.overlap import NODES_PER_TOKEN, NUM_RANKS, WIDTH, PacedPoint, Row, Timing, Workload, measure_overlap, sleeping_workload, steady_state
+from counterflow.framework.bench.overlap import (
+    NODES_PER_TOKEN,
+    NUM_RANKS,
+    WIDTH,
+    PacedPoint,
+    Row,
+    Timing,
+    Workload,
+    measure_overlap,
+    sleeping_workload,
+    steady_state,
+)
 from counterflow.parallel.collectives import ByteMeter
 from counterflow.parallel.pipeline.ir.action import Action
 from counterflow.parallel.pipeline.ir.trace import Activity, Interval, Trace

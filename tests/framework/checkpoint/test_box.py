@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterflow.framework.checkpoint.box import Box, GlobalBox, TensorBox, boxes_of_range, globalize, shard_boxes
+from counterflow.framework.checkpoint.box import (
+    Box,
+    GlobalBox,
+    TensorBox,
+    boxes_of_range,
+    globalize,
+    shard_boxes,
+)
 from counterflow.parallel.parameters import ParameterPlacement
 
 

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from counterflow.framework.checkpoint.config import CheckpointConfig
-from counterflow.framework.checkpoint.manifest import FileRecord, Manifest, check_file, latest, prune, read_manifest, read_metadata, step_folder, step_of, write_manifest
+from counterflow.framework.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    check_file,
+    latest,
+    prune,
+    read_manifest,
+    read_metadata,
+    step_folder,
+    step_of,
+    write_manifest,
+)
 
 
 def _checkpoint(root: Path, step: int) -> Path:

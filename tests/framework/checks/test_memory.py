@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.checks.memory import RankMemory, measure
+from counterflow.framework.data.prepare import PreparedData
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config
 

@@ -16,18 +16,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.framework.trainer import step as step_module
-from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.checks.parity import (
+    Parity,
+    StepTrail,
+    gradient_difference,
+    train_and_compare,
+    train_and_save,
+    update_bound,
+)
 from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.checks.parity import Parity, StepTrail, gradient_difference, train_and_compare, train_and_save, update_bound
+from counterflow.framework.trainer import step as step_module
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import TokenLoss
 from counterflow.parallel.collectives import Axis
-from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate
+from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.ir.text import to_csv
+from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.zero.unit import ShardedStage
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config

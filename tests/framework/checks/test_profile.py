@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from counterflow.framework.checks.profile import measure
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.planning.costs import message_bytes, stage_bytes
-from counterflow.framework.checks.profile import measure
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, tiny_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from counterflow.framework.config.compositions import REFUSALS, Refusal, refused, to_markdown
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.config.features import FEATURES, active_features
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.parallel.mesh import MeshConfig
 from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.schedules.registry import generated_schedules

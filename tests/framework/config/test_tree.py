@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.config.mapping import config_hash, dotted_names, from_mapping, to_mapping, unknown_key
 from counterflow.framework.checks.rules import build_schedule, check
+from counterflow.framework.config.mapping import (
+    config_hash,
+    dotted_names,
+    from_mapping,
+    to_mapping,
+    unknown_key,
+)
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from counterflow.parallel.mesh import MeshConfig

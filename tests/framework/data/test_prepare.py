@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from counterflow.framework.data import corpus
-from counterflow.framework.data import prepare
+from counterflow.framework.data import corpus, prepare
 from counterflow.framework.data.config import DataConfig, TokenizerConfig
 from counterflow.framework.data.loader import TokenDataset
 from counterflow.framework.data.prepare import PreparedData

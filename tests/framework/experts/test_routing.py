@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.experts.routing import begin_step, finish_step, moe_layers, routing_state
+from counterflow.framework.metrics.record import StepRecord
 from counterflow.models.config import ModelConfig, MoEConfig, MTPConfig
 from counterflow.models.moe import MoE
 from counterflow.models.transformer import materialize

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.measure import step_record
 from counterflow.framework.metrics.record import OffloadRecord, StepRecord
+from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.loop import seed_everything
+from counterflow.framework.trainer.measure import step_record
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import forward_backward, learning_rate_of, train_step
-from counterflow.framework.trainer.loop import seed_everything
-from counterflow.framework.planning.workload import Workload
-from counterflow.parallel.offload.offloader import OffloadReport
 from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.offload.offloader import OffloadReport
 from counterflow.parallel.pipeline.ir.action import Kind
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from tests.rank_pool import RankPool

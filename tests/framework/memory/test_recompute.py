@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.framework.memory.activations import saved_bytes
-from counterflow.framework.trainer.build import build
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.checks.rules import build_schedule
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
+from counterflow.framework.memory.activations import saved_bytes
 from counterflow.framework.memory.recompute import as_executed, as_text, peak_activation_bytes, recompute_plan
+from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.loop import seed_everything
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import forward_backward, learning_rate_of
-from counterflow.framework.trainer.loop import seed_everything
-from counterflow.framework.planning.workload import Workload
 from counterflow.models.cost import recomputed_flops
 from counterflow.models.recompute import NOTHING, RecomputeConfig
 from counterflow.parallel.pipeline.ir.trace import Recorder

@@ -23,7 +23,15 @@ from wandb.proto import wandb_internal_pb2
 from counterflow.framework.metrics import sinks
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.metrics.guarded import BackgroundSink
-from counterflow.framework.metrics.sinks import JsonlSink, WandbSink, failures_of, log_picture, open_sinks, read_records, wandb_dir
+from counterflow.framework.metrics.sinks import (
+    JsonlSink,
+    WandbSink,
+    failures_of,
+    log_picture,
+    open_sinks,
+    read_records,
+    wandb_dir,
+)
 from tests.framework.metrics.records import SUMMARY, record
 
 ROOT = Path(__file__).parents[3]

@@ -16,14 +16,28 @@ import pytest
 from matplotlib.image import imread
 
 from counterflow.framework.metrics.perfetto import trace_events
-from counterflow.framework.metrics.timeline import Timeline, build_timeline, read_timeline, recorded_steps, step_name, to_json
+from counterflow.framework.metrics.timeline import (
+    Timeline,
+    build_timeline,
+    read_timeline,
+    recorded_steps,
+    step_name,
+    to_json,
+)
 from counterflow.framework.metrics.timeline_render import to_html, to_svg, write_files
 from counterflow.framework.metrics.timeline_scene import WAIT_COLOURS, scene
 from counterflow.parallel.pipeline.analysis.draw import COLOURS
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
-from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Clock, CopyInterval, Interval, Trace
+from counterflow.parallel.pipeline.ir.trace import (
+    COMPUTE_ACTIVITIES,
+    Activity,
+    Clock,
+    CopyInterval,
+    Interval,
+    Trace,
+)
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 UNIT_S = 0.01
 SVG = "{http://www.w3.org/2000/svg}"

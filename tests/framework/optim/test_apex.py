@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from counterflow.framework.optim.apex import choose_kernel, why_no_apex
-from counterflow.framework.optim.updaters.apex import ApexAdamW, use_apex_norms
 from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.updaters.apex import ApexAdamW, use_apex_norms
 from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.models.norm import LayerNorm, RMSNorm
 from tests.framework.optim.updaters.test_updater import parts_of, run_updater

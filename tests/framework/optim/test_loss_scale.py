@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from counterflow.framework.optim.skip_step import BrakesConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.optim.loss_scale import LossScale, LossScaleConfig, scale_after
 from counterflow.framework.optim.scaled_gradient import with_scaled_gradient
+from counterflow.framework.optim.skip_step import BrakesConfig
 from counterflow.framework.optim.step_guard import StepGuard
 from tests.framework.optim.test_skip_step import run_steps
 from tests.rank_pool import RankPool

@@ -14,17 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.optim.skip_step import BrakesConfig, BrakesState, accepted, exceeded, robust_z, skipped, why_skipped
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.experts.routing import routing_state
-from counterflow.framework.trainer.run import RunContext
-from counterflow.framework.trainer.checkpointing import resume, save_if_due
+from counterflow.framework.metrics.record import StepRecord
+from counterflow.framework.optim.skip_step import (
+    BrakesConfig,
+    BrakesState,
+    accepted,
+    exceeded,
+    robust_z,
+    skipped,
+    why_skipped,
+)
 from counterflow.framework.optim.step_guard import StepGuard
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.run import RunContext
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 

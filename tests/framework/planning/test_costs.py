@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.framework.trainer.build import build
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.checks.rules import build_schedule
-from counterflow.framework.planning.costs import message_bytes, schedule_costs, stage_bytes
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.planning.costs import message_bytes, schedule_costs, stage_bytes
+from counterflow.framework.planning.workload import Workload
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import train_step
-from counterflow.framework.planning.workload import Workload
 from counterflow.models.cost import layer_forward_flops
 from counterflow.models.partition import partition
-from counterflow.parallel.pipeline.ir.action import Kind
-from counterflow.parallel.pipeline.config import CostsConfig
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.analysis.volume import data_volume, pipeline_volume
+from counterflow.parallel.pipeline.config import CostsConfig
+from counterflow.parallel.pipeline.ir.action import Kind
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config
 

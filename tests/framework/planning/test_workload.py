@@ -16,11 +16,11 @@ from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.planning.step_sizes import MAX_CHECKED, filled_microbatches, step_sizes
 from counterflow.framework.planning.workload import Workload
-from counterflow.parallel.offload.plan import least_budget_bytes
 from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.offload.plan import least_budget_bytes
 from counterflow.parallel.pipeline.ir.action import Kind
 from tests.framework.test_batch_ramp import run_steps
-from tests.framework.test_document_batches import documents# noqa: F401
+from tests.framework.test_document_batches import documents  # noqa: F401
 from tests.rank_pool import RankPool
 from tests.tiny import run_context, tiny_config
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.step import train_step
 from counterflow.parallel.zero.unit import FlatUnit
 from tests.open_resources import OpenResources

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.loop import train
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import evaluate
-from counterflow.framework.trainer.loop import train
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import run_context, tiny_config

@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.framework.trainer import rebalance
-from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.experts.config import BalanceConfig
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.metrics.record import BalanceRecord, StepRecord
+from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.experts.routing import moe_layers
-from counterflow.framework.trainer.rebalance import Balancer, next_placement
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.metrics.record import BalanceRecord, StepRecord
+from counterflow.framework.trainer import rebalance
+from counterflow.framework.trainer.assembly import Assembly
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, state_boxes
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.rebalance import Balancer, next_placement
+from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.expert.exchange import even_placement
-from counterflow.parallel.parameters import placement_of
 from counterflow.parallel.expert.placement import ExpertLayout, ExpertsByRank, imbalance, place_experts
+from counterflow.parallel.parameters import placement_of
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import MIXTURES, merged, run_context, tiny_config

@@ -10,8 +10,8 @@ from rich.console import Console
 
 import counterflow.launch.bench.overlap
 from counterflow.framework.bench.overlap import Row, Timing
-from counterflow.launch.bench.run import run
 from counterflow.launch.bench.overlap import draw
+from counterflow.launch.bench.run import run
 from counterflow.parallel.pipeline.ir.trace import Activity, Interval, Trace
 
 

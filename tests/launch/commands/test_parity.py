@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from counterflow.framework.checks.rules import check
 from counterflow.framework.checks.parity import Parity, to_mapping
-from counterflow.launch.compose import compose_config
+from counterflow.framework.checks.rules import check
 from counterflow.launch.commands.parity import grid, layout_text, print_result
+from counterflow.launch.compose import compose_config
 from tests.commands import run_command
 
 _TINY = [

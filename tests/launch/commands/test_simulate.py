@@ -13,9 +13,9 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.planning.costs import message_bytes
 from counterflow.launch.commands.simulate import MAX_DRAWN, readable_bytes, run
 from counterflow.parallel.mesh import MeshConfig
+from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
 from counterflow.parallel.pipeline.ir.text import from_csv
-from counterflow.parallel.pipeline.analysis.verify import verify
 
 
 def test_golden_run(tmp_path: Path) -> None:

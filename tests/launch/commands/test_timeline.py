@@ -9,16 +9,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from counterflow.framework.trainer.build import build
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.trainer.measure import timeline_is_due
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.metrics.timeline import recorded_steps
 from counterflow.framework.metrics.timeline_render import write_files
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.loop import train
+from counterflow.framework.trainer.measure import timeline_is_due
+from counterflow.framework.trainer.run import RunContext
 from counterflow.launch.cli import main
 from counterflow.parallel.pipeline.ir.trace import CATEGORIES
 from tests.rank_pool import RankPool

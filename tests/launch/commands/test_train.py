@@ -18,8 +18,8 @@ import yaml
 from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.errors import ConfigError
 from counterflow.launch.cli import main
-from counterflow.launch.compose import compose_config
 from counterflow.launch.commands.train import make_run_dir
+from counterflow.launch.compose import compose_config
 from tests.commands import run_command
 
 _ROOT = Path(__file__).parents[3]

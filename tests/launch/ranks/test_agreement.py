@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.config.mapping import dotted_names
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import RunFailedError
 from counterflow.launch.ranks import agreement
-from counterflow.launch.ranks.agreement import MAY_DIFFER, Council, RanksDifferError, differences, facts_of, open_store
+from counterflow.launch.ranks.agreement import (
+    MAY_DIFFER,
+    Council,
+    RanksDifferError,
+    differences,
+    facts_of,
+    open_store,
+)
 from counterflow.launch.ranks.environment import JoinedRank
 from tests.tiny import tiny_config
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from counterflow.framework.errors import ConfigError
-from counterflow.launch.ranks.environment import check_single_start, first_host, joined_rank, restart_problem, tasks_of_node
+from counterflow.launch.ranks.environment import (
+    check_single_start,
+    first_host,
+    joined_rank,
+    restart_problem,
+    tasks_of_node,
+)
 
 _TORCHRUN = {
     "RANK": "5",

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.launch.ranks.failure import RankError, RankExit, Silence, describe, is_peer_loss, keep, root_cause
+from counterflow.launch.ranks.failure import (
+    RankError,
+    RankExit,
+    Silence,
+    describe,
+    is_peer_loss,
+    keep,
+    root_cause,
+)
 from counterflow.launch.ranks.reports import Reports, place_of
 
 # Texts of torch 2.13, as gloo and the store gave them when a peer was killed or slept.

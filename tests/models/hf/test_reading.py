@@ -18,7 +18,17 @@ from counterflow.models.hf.config import from_hf_config, to_hf_config
 from counterflow.models.hf.files import read_folder, write_folder
 from counterflow.models.hf.weights import from_hf, to_hf
 from tests.models.hf.model import build, loaded, sample, state_of
-from tests.models.hf.tiny_shapes import ALL, DEEPSEEK_V3, GPT2, LLAMA, LLAMA_YARN, MIXTRAL, QWEN3, QWEN3_MOE, VOCAB
+from tests.models.hf.tiny_shapes import (
+    ALL,
+    DEEPSEEK_V3,
+    GPT2,
+    LLAMA,
+    LLAMA_YARN,
+    MIXTRAL,
+    QWEN3,
+    QWEN3_MOE,
+    VOCAB,
+)
 
 _ABSENT = object()
 V3 = replace(DEEPSEEK_V3, mtp=replace(DEEPSEEK_V3.mtp, num_modules=0), num_layers=2)

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from counterflow.parallel.compress.codec import Codec, Float8, Integers, OneBit, TopK, codec_of, pack_bits, unpack_signs
+from counterflow.parallel.compress.codec import (
+    Codec,
+    Float8,
+    Integers,
+    OneBit,
+    TopK,
+    codec_of,
+    pack_bits,
+    unpack_signs,
+)
 from counterflow.parallel.compress.config import CompressionConfig
 
 CODECS: list[Codec] = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from counterflow.parallel.compress.codec import codec_of
-from counterflow.parallel.compress.pieces import in_pieces
 from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.parallel.compress.pieces import in_pieces
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.compress.codec import codec_of
+from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.compress.pieces import PIECE_ELEMENTS
 from counterflow.parallel.compress.reduction import fp32_bytes
-from counterflow.parallel.compress.config import CompressionConfig
 from tests.rank_pool import RankPool
 
 # Matrices, experts, vectors; 2 * 4 elements of padding for any of the worlds.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from counterflow.parallel.collectives import Axis
-from counterflow.parallel.expert.exchange import ExpertParallel, ExpertTable, even_placement, positions_within
 from counterflow.parallel.expert.copies import Place, copies_on, has_copies, places_of, turns
+from counterflow.parallel.expert.exchange import ExpertParallel, ExpertTable, even_placement, positions_within
 from counterflow.parallel.expert.placement import ExpertLayout, ExpertsByRank, imbalance, place_experts
 
 

@@ -8,7 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter
-from counterflow.parallel.expert.exchange import Exchange, ExpertParallel, begin_exchange, combine, dispatch, even_placement, rows_by_slot
+from counterflow.parallel.expert.exchange import (
+    Exchange,
+    ExpertParallel,
+    begin_exchange,
+    combine,
+    dispatch,
+    even_placement,
+    rows_by_slot,
+)
 from tests.rank_pool import RankPool
 
 WIDTH, NUM_CHOICES = 4, 3

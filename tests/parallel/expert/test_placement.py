@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.parallel.expert.placement import ExpertLayout, ExpertsByRank, aligned, imbalance, improve, pack, place_experts, rank_loads, replicate
+from counterflow.parallel.expert.placement import (
+    ExpertLayout,
+    ExpertsByRank,
+    aligned,
+    imbalance,
+    improve,
+    pack,
+    place_experts,
+    rank_loads,
+    replicate,
+)
 
 
 def even(num_experts: int, num_ranks: int) -> ExpertsByRank:

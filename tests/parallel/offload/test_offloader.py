@@ -245,7 +245,8 @@ def test_a_copy_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Twice()
     moves = offloader(module, tier)
     monkeypatch.setattr(
-        "counterflow.parallel.offload.unit.SavedUnit.copy_out", lambda *_: (_ for _ in ()).throw(OSError("broken disk"))
+        "counterflow.parallel.offload.unit.SavedUnit.copy_out",
+        lambda *_: (_ for _ in ()).throw(OSError("broken disk")),
     )
 
     def run() -> None:

@@ -8,12 +8,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from counterflow.parallel.offload.plan import Move, add_offload, least_bytes, plan_lru, plan_schedule, planned_bytes, without_offload
-from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
-from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind, Schedule
+from counterflow.parallel.offload.plan import (
+    Move,
+    add_offload,
+    least_bytes,
+    plan_lru,
+    plan_schedule,
+    planned_bytes,
+    without_offload,
+)
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 ONE = (UnitBytes(kept=1, most=1),)
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipe_v")

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from counterflow.framework.trainer.build import build
-from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.checks.rules import check
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.devices import device_problems
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.loop import train
+from counterflow.framework.trainer.run import RunContext
 from counterflow.models.fp8 import fp8_sizes
 from counterflow.parallel.ops.fp8 import ACTIVATIONS, GRADIENTS, fp8_product, rounded
 from counterflow.parallel.ops.weight_grad import WeightGradStore, split_linear

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from counterflow.framework.memory.activations import saved_bytes
+from counterflow.parallel.ops.recompute import recompute, recompute_module
 from counterflow.parallel.pipeline.api import build_pipeline
 from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
-from counterflow.parallel.ops.recompute import recompute, recompute_module
 from tests.rank_pool import RankPool
 
 

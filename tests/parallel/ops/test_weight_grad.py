@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.parallel.pipeline.adoption import adopt
 from counterflow.parallel.ops.weight_grad import WeightGradStore, split_grouped_linear, split_linear
+from counterflow.parallel.pipeline.adoption import adopt
 
 
 def make_store() -> WeightGradStore:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from counterflow.parallel.pipeline.ir.action import Action, Schedule
 from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.ir.action import Action, Schedule
 from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 

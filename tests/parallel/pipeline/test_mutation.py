@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.parallel.pipeline.ir.action import RECEIVES, SENDS, Action, Kind, Schedule
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.verify import ScheduleError, verify
+from counterflow.parallel.pipeline.ir.action import RECEIVES, SENDS, Action, Kind, Schedule
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.parallel.pipeline.oracle import survives
 
 SIZES = [

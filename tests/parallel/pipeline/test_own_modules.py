@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
+from counterflow.parallel.ops.recompute import recompute
 from counterflow.parallel.pipeline.api import build_pipeline
 from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
-from counterflow.parallel.ops.recompute import recompute
 from tests.rank_pool import RankPool
 
 WIDTH, NUM_MICROBATCHES, NUM_RANKS, NUM_STEPS = 4, 4, 2, 2

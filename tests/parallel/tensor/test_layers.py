@@ -11,9 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from counterflow.parallel.collectives import Axis
-from counterflow.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, enter_tensor_parallel
-from counterflow.parallel.parameters import placement_of
 from counterflow.parallel.ops.weight_grad import WeightGradStore
+from counterflow.parallel.parameters import placement_of
+from counterflow.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    enter_tensor_parallel,
+)
 from tests.models.placement import fill, grad_of, slice_of
 from tests.rank_pool import RankPool
 

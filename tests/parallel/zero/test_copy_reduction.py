@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.expert.copies import copies_on
+from counterflow.parallel.expert.placement import ExpertsByRank
 from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place, placement_of
-from counterflow.parallel.expert.placement import ExpertsByRank
-from counterflow.parallel.zero.unit import ShardedStage
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 from tests.rank_pool import RankPool
 
 NUM_EXPERTS = 6

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from counterflow.framework.trainer.build import build
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.optim.updaters.disk_states import DiskStates, batches_of
 from counterflow.framework.checks.memory import RankMemory, measure
+from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.optim.config import OptimizerConfig
 from counterflow.framework.optim.offload_config import OptimizerOffloadConfig
+from counterflow.framework.optim.updaters.disk_states import DiskStates, batches_of
+from counterflow.framework.optim.updaters.updater import TorchAdamW
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, save_state
 from counterflow.framework.trainer.step import train_step
-from counterflow.framework.optim.updaters.updater import TorchAdamW
 from tests.framework.optim.updaters.test_updater import parts_of, run_updater
 from tests.rank_pool import RankPool
 from tests.tiny import prepare_tiny, run_context, tiny_config

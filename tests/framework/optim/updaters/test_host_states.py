@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterflow.framework.deepspeed.cpu_adam import CpuAdam, is_built, why_no_cpu_adam
-from counterflow.framework.optim.updaters.host_states import HostStates, nothing_moves
-from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.framework.optim.config import OptimizerConfig
+from counterflow.framework.optim.optimizer import ModelOptimizer
+from counterflow.framework.optim.updaters.host_states import HostStates, nothing_moves
 from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.compress.config import CompressionConfig
-from counterflow.parallel.zero.unit import ShardedStage
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.unit import ShardedStage
 from tests.framework.optim.updaters.test_updater import parts_of, run_updater, torch_reference
 from tests.rank_pool import RankPool
 

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import Action
-from counterflow.parallel.pipeline.config import CostsConfig
-from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost, load_profile, save_profile
+from counterflow.parallel.pipeline.analysis.cost_profile import (
+    CostProfile,
+    Link,
+    StageCost,
+    load_profile,
+    save_profile,
+)
 from counterflow.parallel.pipeline.analysis.costs import Costs, costs_from
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from counterflow.parallel.pipeline.analysis.simulate import simulate
+from counterflow.parallel.pipeline.config import CostsConfig
+from counterflow.parallel.pipeline.ir.action import Action
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.parallel.pipeline.analysis.test_passes import parse
 
 PROFILE = CostProfile(

@@ -9,10 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import Action
 from counterflow.parallel.pipeline.analysis.draw import timeline_png, timeline_svg
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, Interval, simulate
+from counterflow.parallel.pipeline.ir.action import Action
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

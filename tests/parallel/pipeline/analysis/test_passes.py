@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind, Schedule
-from counterflow.parallel.pipeline.ir.dependencies import ScheduleError
-from counterflow.parallel.pipeline.analysis.passes import add_communication, add_reduce_grad, add_unshard, lower, merge_backward, pair_chunks
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
+from counterflow.parallel.pipeline.analysis.passes import (
+    add_communication,
+    add_reduce_grad,
+    add_unshard,
+    lower,
+    merge_backward,
+    pair_chunks,
+)
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import COMPUTE, Action, Kind, Schedule
+from counterflow.parallel.pipeline.ir.dependencies import ScheduleError
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.parallel.pipeline.oracle import survives
 from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterflow.parallel.offload.plan import add_offload
-from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
-from counterflow.parallel.pipeline.ir.action import Kind, Schedule
-from counterflow.parallel.pipeline.config import CostsConfig
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import bubble_formula, generate, generated_schedules
 from counterflow.parallel.pipeline.analysis.simulate import Costs, costs_from, simulate
 from counterflow.parallel.pipeline.analysis.verify import ScheduleError, verify
-from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
+from counterflow.parallel.pipeline.config import CostsConfig
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
+from counterflow.parallel.pipeline.schedules.registry import bubble_formula, generate, generated_schedules
 from tests.parallel.pipeline.analysis.test_passes import parse
+from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 from counterflow.parallel.pipeline.analysis.passes import forward_only, lower
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 from counterflow.parallel.pipeline.analysis.verify import Report, ScheduleError, verify
+from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.parallel.pipeline.analysis.test_passes import parse
 
 

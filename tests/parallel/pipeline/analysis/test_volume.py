@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import SENDS, Kind
 from counterflow.parallel.pipeline.analysis.costs import Costs
-from counterflow.parallel.pipeline.ir.dependencies import channel_of
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from counterflow.parallel.pipeline.analysis.volume import LinkVolume, Volume, data_volume, pipeline_volume
+from counterflow.parallel.pipeline.ir.action import SENDS, Kind
+from counterflow.parallel.pipeline.ir.dependencies import channel_of
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 
 
 def test_by_hand() -> None:

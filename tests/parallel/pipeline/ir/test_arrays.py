@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.ir.action import COMPUTE, RECEIVES, SENDS, Schedule
 from counterflow.parallel.pipeline.ir.arrays import Products, leaves_of, live, maxima
 from counterflow.parallel.pipeline.ir.dependencies import carried, destination, gives, needs
-from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.schedules.registry import generate
 
 SCHEDULES = [("1f1b", 3, 5), ("dualpipe", 4, 10), ("zbv", 2, 5), ("interleaved_1f1b", 2, 4)]

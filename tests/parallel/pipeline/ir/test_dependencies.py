@@ -7,7 +7,18 @@ from itertools import accumulate
 import pytest
 
 from counterflow.parallel.pipeline.ir.action import Action
-from counterflow.parallel.pipeline.ir.dependencies import Value, carried, channel_of, destination, gives, needs, receive_of, replay, send_of, weights_read
+from counterflow.parallel.pipeline.ir.dependencies import (
+    Value,
+    carried,
+    channel_of,
+    destination,
+    gives,
+    needs,
+    receive_of,
+    replay,
+    send_of,
+    weights_read,
+)
 from counterflow.parallel.pipeline.schedules.registry import generate
 
 Y, DX, DW = Value.ACTIVATION, Value.INPUT_GRADIENT, Value.WEIGHT_GRADIENT

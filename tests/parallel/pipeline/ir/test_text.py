@@ -13,12 +13,12 @@ from torch.distributed.pipelining.schedules import (
     _simulate_comms_compute,
 )
 
+from counterflow.parallel.pipeline.analysis.passes import add_communication, lower
+from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
 from counterflow.parallel.pipeline.ir.dependencies import ScheduleError
-from counterflow.parallel.pipeline.analysis.passes import add_communication, lower
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.ir.text import from_csv, grid, to_csv
-from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.parallel.pipeline.schedules.test_registry import fitting_sizes
 from tests.parallel.pipeline.test_mutation import receives_at_the_last_moment
 

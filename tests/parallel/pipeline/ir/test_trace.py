@@ -15,11 +15,23 @@ from torch import Tensor, nn
 
 from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.ir.trace import (
+    CATEGORIES,
+    Activity,
+    Inflation,
+    Interval,
+    Recorder,
+    Trace,
+    account,
+    align,
+    clock_id,
+    exclusive,
+    mean_seconds,
+)
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
-from counterflow.parallel.pipeline.ir.trace import CATEGORIES, Activity, Inflation, Interval, Recorder, Trace, account, align, clock_id, exclusive, mean_seconds
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 
 FORWARD_S, BACKWARD_S = 0.02, 0.04

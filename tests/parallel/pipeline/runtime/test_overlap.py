@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.groups import new_group
 from counterflow.parallel.mesh import MeshConfig, build_mesh
-from counterflow.parallel.pipeline.ir.action import Kind
-from counterflow.parallel.pipeline.api import build_pipeline
-from counterflow.parallel.pipeline.runtime.overlap import Half, Interleaver
 from counterflow.parallel.pipeline.analysis.passes import lower, why_not_overlapped
-from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.ir.action import Kind
 from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Recorder, Trace
+from counterflow.parallel.pipeline.runtime.overlap import Half, Interleaver
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
+from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.parallel.pipeline.toy_experts import WIDTH, make_stage
 from tests.rank_pool import RankPool
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from counterflow.framework.config.tree import CommConfig
 from counterflow.parallel.collectives import ByteMeter
-from counterflow.parallel.pipeline.ir.action import Kind
 from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.ir.action import Kind
 from counterflow.parallel.pipeline.runtime.p2p import Channel, Transport, pieces_of, specs_of
 from counterflow.parallel.pipeline.runtime.payload import payload_of
 from tests.rank_pool import RankPool

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterflow.parallel.mesh import MeshConfig, build_mesh
-from counterflow.parallel.pipeline.api import build_pipeline
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 
 WIDTH = 6

@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
-from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
 from counterflow.parallel.pipeline.analysis.verify import verify
-from tests.parallel.pipeline.schedules.torch_orders import DUALPIPE_V, INTERLEAVED, ZBV, ZERO_BUBBLE, build, exported
+from counterflow.parallel.pipeline.ir.action import Kind, Schedule
+from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
+from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.parallel.pipeline.ir.test_text import torch_runtime
+from tests.parallel.pipeline.schedules.torch_orders import (
+    DUALPIPE_V,
+    INTERLEAVED,
+    ZBV,
+    ZERO_BUBBLE,
+    build,
+    exported,
+)
 
 SIZES = [(2, 2), (2, 4), (3, 9), (4, 4), (4, 7), (4, 16), (5, 11), (8, 16), (8, 32)]
 UNEQUAL = [

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import Schedule
-from counterflow.parallel.pipeline.ir.arrays import leaves_of, live, maxima
 from counterflow.parallel.pipeline.analysis.costs import Costs, Link
 from counterflow.parallel.pipeline.analysis.list_schedule import Policy, Problem, list_schedule
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.auto import lower_bound, placement_of, search
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from counterflow.parallel.pipeline.analysis.simulate import simulate
 from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.ir.arrays import leaves_of, live, maxima
+from counterflow.parallel.pipeline.schedules.auto import lower_bound, placement_of, search
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.parallel.pipeline.optimal import shortest_makespan
 
 

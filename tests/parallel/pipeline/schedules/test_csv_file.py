@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import COMPUTE
-from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
 from counterflow.parallel.pipeline.analysis.cost_profile import save_profile
 from counterflow.parallel.pipeline.analysis.costs import costs_from
 from counterflow.parallel.pipeline.analysis.passes import lower
+from counterflow.parallel.pipeline.analysis.simulate import simulate
+from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
+from counterflow.parallel.pipeline.ir.action import COMPUTE
+from counterflow.parallel.pipeline.ir.text import to_csv
 from counterflow.parallel.pipeline.schedules.csv_file import read_csv
 from counterflow.parallel.pipeline.schedules.registry import generate, schedule_from
-from counterflow.parallel.pipeline.analysis.simulate import simulate
-from counterflow.parallel.pipeline.ir.text import to_csv
-from counterflow.parallel.pipeline.analysis.verify import verify
 from tests.parallel.pipeline.analysis.test_costs import PROFILE
 from tests.parallel.pipeline.ir.test_text import torch_runtime
 

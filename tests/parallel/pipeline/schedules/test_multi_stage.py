@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.parallel.pipeline.ir.action import Action, Kind
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
-from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
 from counterflow.parallel.pipeline.analysis.verify import verify
-from tests.parallel.pipeline.oracle import survives
+from counterflow.parallel.pipeline.ir.action import Action, Kind
+from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.parallel.pipeline.analysis.test_simulate import slow_simulation
+from tests.parallel.pipeline.oracle import survives
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 

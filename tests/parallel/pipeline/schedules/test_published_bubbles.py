@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 # Table 9 (profiled T_F, T_B, T_W, T_comm), and from Table 5 the rates of 1F1B, ZB-H1, ZB-H2 and of interleaved
 # 1F1B, which has as many chunks as a rank has layers (Table 3; the first and the last stage count as one more).

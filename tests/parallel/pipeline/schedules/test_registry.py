@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
-from counterflow.parallel.pipeline.ir.action import RECEIVES, SENDS, Action, Schedule
 from counterflow.parallel.pipeline.analysis.passes import lower
-from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
-from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
 from counterflow.parallel.pipeline.analysis.verify import verify
+from counterflow.parallel.pipeline.ir.action import RECEIVES, SENDS, Action, Schedule
+from counterflow.parallel.pipeline.ir.text import from_csv, to_csv
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.parallel.pipeline.oracle import survives
 
 GOLDEN = Path(__file__).parents[3] / "golden"
