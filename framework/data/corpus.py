@@ -162,7 +162,8 @@ def _text_of(line: bytes, where: str, text_field: str) -> str:
         written = line.decode("utf-8-sig")
         if not written.strip():
             return ""
-        record = json.loads(written)
+        # Python does not read integers of any length, and none is needed here.
+        record = json.loads(written, parse_int=float)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"data.sources: {where} is not UTF-8 text (byte 0x{error.object[error.start]:02x}: {error.reason}): "

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from counterflow.framework.data import sealed
@@ -52,43 +53,42 @@ class FileScan:
         return limit is None or self.num_bytes <= limit
 
 
+_FIELDS = tuple(each.name for each in dataclasses.fields(FileScan))
+_values = operator.attrgetter(*_FIELDS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusScan:
-    """What all files hold, in order and as far as they are read."""
+    """What all files hold, in order and as far as they are read.
+
+    digest: the identity of the corpus: of the names and texts of its documents. lowest: the document that is the
+    first to be held out; highest: the last. num_replaced, first_replaced: as of a file.
+    """
 
     files: tuple[FileScan, ...]
+    digest: str = field(init=False)
+    num_documents: int = field(init=False)
+    num_bytes: int = field(init=False)
+    lowest: str | None = field(init=False)
+    highest: str | None = field(init=False)
+    num_replaced: int = field(init=False)
+    first_replaced: str | None = field(init=False)
 
-    @property
-    def digest(self) -> str:
-        """The identity of the corpus: of names and texts of its documents."""
-        parts = "".join(file.digest for file in self.files)
-        return hashlib.sha256(f"{_VERSION}\0{PIECE_CHARS}\0{parts}".encode()).hexdigest()
-
-    @property
-    def num_documents(self) -> int:
-        return sum(file.num_documents for file in self.files)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def lowest(self) -> str | None:
-        """The document that is the first to be held out."""
-        return min(filter(None, (file.lowest for file in self.files)), key=_rank, default=None)
-
-    @property
-    def highest(self) -> str | None:
-        """The document that is the last to be held out."""
-        return max(filter(None, (file.highest for file in self.files)), key=_rank, default=None)
-
-    @property
-    def num_replaced(self) -> int:
-        return sum(file.num_replaced for file in self.files)
-
-    @property
-    def first_replaced(self) -> str | None:
-        return next(filter(None, (file.first_replaced for file in self.files)), None)
+    def __post_init__(self) -> None:
+        digests = "".join(file.digest for file in self.files)
+        lows = [file.lowest for file in self.files if file.lowest is not None]
+        highs = [file.highest for file in self.files if file.highest is not None]
+        values = {
+            "digest": hashlib.sha256(f"{_VERSION}\0{PIECE_CHARS}\0{digests}".encode()).hexdigest(),
+            "num_documents": sum(file.num_documents for file in self.files),
+            "num_bytes": sum(file.num_bytes for file in self.files),
+            "lowest": min(lows, key=_rank, default=None),
+            "highest": max(highs, key=_rank, default=None),
+            "num_replaced": sum(file.num_replaced for file in self.files),
+            "first_replaced": next(filter(None, (file.first_replaced for file in self.files)), None),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
 class ScanRecord:
@@ -105,7 +105,8 @@ class ScanRecord:
             record = sealed.opened(self._path.read_bytes())
             if (record["version"], record["piece_chars"]) == (_VERSION, PIECE_CHARS):
                 self._known = {
-                    path: (Stamp(*stamp), FileScan(**scan)) for path, stamp, scan in record["files"]
+                    path: (Stamp(*stamp), FileScan(**dict(zip(_FIELDS, values, strict=True))))
+                    for path, stamp, values in record["files"]
                 }
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -122,9 +123,9 @@ class ScanRecord:
         record = {
             "version": _VERSION,
             "piece_chars": PIECE_CHARS,
-            "files": [(path, stamp, dataclasses.asdict(scan)) for path, (stamp, scan) in found.items()],
+            "files": [(path, stamp, _values(scan)) for path, (stamp, scan) in found.items()],
         }
-        sealed.write_whole(self._path, sealed.seal(record).encode())
+        sealed.write_whole(self._path, sealed.seal(record))
 
     def forget(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -10,46 +10,33 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from counterflow.framework.data import tokenizer as bpe
+from counterflow.framework.data.child import Progress, run_in_child
 from counterflow.framework.data.config import DataConfig, TokenizerConfig
-from counterflow.framework.data.corpus import Document, share_of
-from counterflow.framework.data.files import SourceFile, list_files, shown
+from counterflow.framework.data.corpus import Document
+from counterflow.framework.data.encoding import encode_corpus, trained_tokenizer
+from counterflow.framework.data.files import SourceFile, shown
 from counterflow.framework.data.identity import CorpusScan, ScanRecord, read_again, recall, scan_corpus
-from counterflow.framework.data.sealed import write_whole
+from counterflow.framework.data.listing import list_files
 from counterflow.framework.data.shards import (
     FORMAT_VERSION,
     SHARD_TOKENS,
     SplitIndex,
     SplitWriter,
     check_hashes,
-    dtype_for,
     read_index,
 )
 
-# (what is being done, share done in 0..1)
-Progress = Callable[[str, float], None]
-
 _log = logging.getLogger(__name__)
-_TRAINING_BYTES = 1 << 28  # text the tokenizer learns from, drawn from the whole corpus
-_BATCH_CHARS = 1 << 22
 _CHECKED_BYTES = 1 << 28  # a cached split up to this size is hashed at every start, a larger one when written
-_PROGRESS_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +92,13 @@ def prepare(
     scan = recall(plan.files, data, ScanRecord(plan.cache_dir, data))
     splits = None if scan is None else _cached(plan, _places(plan, scan))
     if scan is None or splits is None:
-        scan = _run_in_child(plan, progress, shard_tokens)
+        scan = run_in_child(lambda report: _build(plan, report, shard_tokens), progress)
         splits = _cached(plan, _places(plan, scan))
-        assert splits is not None
+    if splits is None:
+        raise RuntimeError(
+            f"the tokens below {plan.cache_dir}, or the tokenizer, changed right after they were made: start again "
+            "when nothing else writes there"
+        )
     _warn(plan, scan, splits)
     prepared = _prepared(_places(plan, scan), splits)
     _check_enough(data, prepared, global_batch_size)
@@ -225,69 +216,17 @@ def _check_enough(data: DataConfig, prepared: PreparedData, global_batch_size: i
             )
 
 
-def _run_in_child(plan: _Plan, progress: Progress | None, shard_tokens: int) -> CorpusScan:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_child, args=(plan, ours, theirs, shard_tokens), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        while True:
-            try:
-                kind, *rest = ours.recv()
-            except EOFError:
-                child.join()
-                raise RuntimeError(
-                    f"the process that prepares the data died (exit code {child.exitcode}); if memory ran "
-                    "out, set data.max_bytes"
-                ) from None
-            if kind == "progress":
-                if progress is not None:
-                    progress(rest[0], rest[1])
-            elif kind == "invalid":
-                raise ValueError(rest[0])
-            elif kind == "error":
-                raise RuntimeError(f"preparing the data failed:\n{rest[0]}")
-            else:
-                return rest[0]
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
-
-
-def _child(plan: _Plan, parents: Connection, connection: Connection, shard_tokens: int) -> None:
-    parents.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def leave_with_parent() -> None:
-        try:
-            connection.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    last_report = [0.0]
-
-    def report(what: str, share: float) -> None:
-        if share >= 1 or time.monotonic() - last_report[0] >= _PROGRESS_INTERVAL_S:
-            last_report[0] = time.monotonic()
-            connection.send(("progress", what, share))
-
-    try:
-        connection.send(("done", _build(plan, report, shard_tokens)))
-    except ValueError as error:
-        connection.send(("invalid", str(error)))
-    except OSError as error:
-        rule = f"data.cache_dir={plan.cache_dir} must be writable and not full"
-        connection.send(("invalid", f"{error}: {rule}; free it, or set data.cache_dir to another folder"))
-    except BaseException:
-        connection.send(("error", traceback.format_exc()))
-    os._exit(0)  # no exit handlers and no flushing: the buffers belong to the parent
-
-
 def _build(plan: _Plan, report: Progress, shard_tokens: int) -> CorpusScan:
+    try:
+        return _build_in(plan, report, shard_tokens)
+    except OSError as error:
+        raise ValueError(
+            f"{error}: data.cache_dir={plan.cache_dir} must be writable and not full; free it, or set "
+            "data.cache_dir to another folder"
+        ) from None
+
+
+def _build_in(plan: _Plan, report: Progress, shard_tokens: int) -> CorpusScan:
     record = ScanRecord(plan.cache_dir, plan.data)
     scan = _scan(plan, record, report)
     places = _places(plan, scan)
@@ -321,7 +260,7 @@ def _build(plan: _Plan, report: Progress, shard_tokens: int) -> CorpusScan:
             for split in _splits(plan)
         ]
         try:
-            _encode(plan, tokenizer, scan, documents(), writers, report)
+            encode_corpus(documents(), tokenizer, scan, plan.data.validation_fraction, writers, report)
             building.rename(places.tokens_dir)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
@@ -344,8 +283,8 @@ def _scan(plan: _Plan, record: ScanRecord, report: Progress) -> CorpusScan:
         cap = plan.data.max_bytes
         reason = "" if cap is None else f" within data.max_bytes={cap}"
         raise ValueError(
-            f"data.sources: no usable text in {len(plan.files)} files{reason}; give files that are not empty"
-            + ("" if cap is None else ", or raise the limit")
+            f"data.sources: no usable text in {len(plan.files)} files, the first being {shown(plan.files[0].path)}"
+            f"{reason}; give files that are not empty" + ("" if cap is None else ", or raise the limit")
         )
     if fraction and scan.lowest == scan.highest:
         raise ValueError(
@@ -358,83 +297,7 @@ def _scan(plan: _Plan, record: ScanRecord, report: Progress) -> CorpusScan:
 def _tokenizer(
     plan: _Plan, path: Path, scan: CorpusScan, documents: Callable[[], Iterator[Document]], report: Progress
 ) -> tuple[Tokenizer, str]:
-    """The tokenizer and the hash of its file: the given one, the cached one, or one that is trained."""
+    """The given tokenizer or the corpus's own, and the hash of its file."""
     if plan.tokenizer_file is not None:
         return bpe.parse_tokenizer(plan.tokenizer_file, path), hashlib.sha256(plan.tokenizer_file).hexdigest()
-    hash_path = path.with_suffix(".sha256")
-    if path.is_file():
-        try:
-            data = bpe.read_tokenizer_file(path)
-            digest = hashlib.sha256(data).hexdigest()
-            if not hash_path.is_file() or hash_path.read_text(errors="replace") != digest:
-                raise ValueError(f"{path} is damaged: its SHA-256 is not the one in {hash_path.name}")
-            return bpe.parse_tokenizer(data, path), digest
-        except ValueError as error:
-            _log.warning("the cached tokenizer is trained again: %s", error)
-    keep = min(1.0, _TRAINING_BYTES / max(1, scan.num_bytes))
-
-    def texts() -> Iterator[str]:
-        done = 0
-        for document in documents():
-            done += len(document.text)
-            report("training the tokenizer", min(0.99, done / scan.num_bytes))
-            # From the other end of the share, so that sampling does not favour the held-out documents.
-            if 1 - share_of(document.id) <= keep:
-                yield document.text
-
-    # Another split of the corpus may train the same tokenizer at once: each file is written whole, and the hash, last.
-    tokenizer = bpe.train_bpe(texts(), plan.tokenizer.vocab_size)
-    data = tokenizer.to_str(pretty=True).encode()
-    digest = hashlib.sha256(data).hexdigest()
-    write_whole(path, data)
-    write_whole(hash_path, digest.encode())
-    report("training the tokenizer", 1.0)
-    return tokenizer, digest
-
-
-def _encode(
-    plan: _Plan,
-    tokenizer: Tokenizer,
-    scan: CorpusScan,
-    documents: Iterator[Document],
-    writers: list[SplitWriter],
-    report: Progress,
-) -> None:
-    fraction = plan.data.validation_fraction
-    dtype = np.dtype(dtype_for(bpe.vocab_size(tokenizer)))
-    gaps = bpe.gaps_of(tokenizer)
-    last_split = -1
-    done = 0
-    for batch in _batches(documents):
-        encoded = bpe.encode(tokenizer, [document.text for document in batch], dtype, gaps)
-        for document, found in zip(batch, encoded, strict=True):
-            # The lowest document is always held out and the highest never, so that no split is empty.
-            held_out = document.id == scan.lowest or (
-                document.id != scan.highest and share_of(document.id) < fraction
-            )
-            split = 1 if fraction and held_out else 0
-            writers[split].append(
-                found.ids,
-                continues=document.continues and split == last_split,
-                num_unknown_tokens=found.num_unknown_tokens,
-                num_dropped_characters=found.num_dropped_characters,
-            )
-            last_split = split
-            done += len(document.text.encode())
-        report("encoding the corpus", min(0.99, done / scan.num_bytes))
-    for writer in writers:
-        writer.finish()
-    report("encoding the corpus", 1.0)
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    return trained_tokenizer(path, plan.tokenizer.vocab_size, scan, documents, report)

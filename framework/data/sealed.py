@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 
-def seal(record: Mapping[str, Any]) -> str:
-    """The text of `record` with its hash."""
-    return json.dumps({**record, "sha256": _digest(record)})
+def seal(record: Mapping[str, Any]) -> bytes:
+    """The text of `record` with the hash of that text before it."""
+    rest = json.dumps(record)[1:].encode()
+    return _head(rest) + rest
 
 
-def opened(text: str | bytes) -> dict[str, Any]:
+def opened(text: bytes) -> dict[str, Any]:
     """The record in `text`, without its hash.
 
     Raises ValueError: where it is not what was sealed.
     """
+    rest = text[len(_head(b"")) :]
     record = json.loads(text)
-    if not isinstance(record, dict):
-        raise ValueError(f"it holds no record but {type(record).__name__}")
-    if record.pop("sha256", None) != _digest(record):
+    if not text.startswith(_head(rest)):
         raise ValueError("its SHA-256 is another")
+    del record["sha256"]
     return record
 
 
@@ -43,5 +44,5 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def _head(rest: bytes) -> bytes:
+    return f'{{"sha256": "{hashlib.sha256(rest).hexdigest()}", '.encode()

@@ -141,7 +141,7 @@ class SplitWriter:
             num_unknown_tokens=self._num_unknown_tokens,
             num_dropped_characters=self._num_dropped_characters,
         )
-        sealed.write_whole(self._folder / "index.json", sealed.seal(dataclasses.asdict(index)).encode())
+        sealed.write_whole(self._folder / "index.json", sealed.seal(dataclasses.asdict(index)))
         return index
 
     def _write(self, tokens: NDArray[np.integer]) -> None:

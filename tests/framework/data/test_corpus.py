@@ -13,7 +13,7 @@ import pytest
 
 from counterflow.framework.data import corpus
 from counterflow.framework.data.config import DataConfig
-from counterflow.framework.data.files import list_files
+from counterflow.framework.data.listing import list_files
 
 
 def documents(config: DataConfig) -> list[corpus.Document]:
@@ -51,6 +51,13 @@ def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
         ("data.jsonl:2", "zwölf\nlines"),
         ("data.jsonl:4", "three"),
     ]
+
+
+def test_other_fields_of_a_record_may_hold_any_number(tmp_path: Path) -> None:
+    """Python's own limit on the digits of an integer is not one of JSON."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"n": ' + "9" * 5000 + ', "text": "one"}\n')
+    assert [document.text for document in documents(DataConfig(sources=(str(file),)))] == ["one"]
 
 
 def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> None:

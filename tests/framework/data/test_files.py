@@ -13,7 +13,7 @@ import pytest
 
 from counterflow.framework.data import files
 from counterflow.framework.data.config import DataConfig
-from counterflow.framework.data.files import list_files
+from counterflow.framework.data.listing import list_files
 
 
 def tree(root: Path, texts: Mapping[str, str]) -> None:

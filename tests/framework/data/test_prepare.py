@@ -21,8 +21,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from counterflow.framework.data import corpus, identity, prepare
 from counterflow.framework.data.config import DataConfig, TokenizerConfig
-from counterflow.framework.data.files import SourceFile, list_files
+from counterflow.framework.data.files import SourceFile
 from counterflow.framework.data.identity import ScanRecord, scan_corpus
+from counterflow.framework.data.listing import list_files
 from counterflow.framework.data.loader import TokenDataset
 from counterflow.framework.data.prepare import PreparedData
 
@@ -103,7 +104,7 @@ def test_both_splits_hold_the_documents_of_their_share(tmp_path: Path, texts: di
 @pytest.mark.usefixtures("texts")
 def test_the_second_time_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare.prepare(config(tmp_path), TOKENIZER)
-    monkeypatch.setattr(prepare, "_run_in_child", no_child)
+    monkeypatch.setattr(prepare, "run_in_child", no_child)
     assert prepare.prepare(config(tmp_path), TOKENIZER) == first
     (tmp_path / "text" / "new.txt").write_text("new")
     with pytest.raises(AssertionError, match="a child was started"):
@@ -191,7 +192,11 @@ def test_no_thread_stays_behind_in_the_launcher(tmp_path: Path) -> None:
             r"the \w+ split has \d+ tokens.*one global batch",
         ),
         ({}, {"a.jsonl": '{"text": "a"}\n{"text"'}, r"a\.jsonl:2 is not JSON"),
-        ({}, {"a.txt": " \n", "b.txt": ""}, r"no usable text in 2 files; give files that are not empty"),
+        (
+            {},
+            {"a.txt": " \n", "b.txt": ""},
+            r"no usable text in 2 files, the first being .*a\.txt; give files that are not empty",
+        ),
         ({"max_bytes": 3}, {"a.txt": "much more than that"}, r"within data\.max_bytes=3.*raise the limit"),
         ({}, {"a.txt": "only one"}, r"validation_fraction=0\.2: the corpus is a single document"),
         ({"cache_dir": "/dev/null/cache"}, {"a.txt": "a", "b.txt": "b"}, r"data\.cache_dir=/dev/null/cache"),
@@ -226,7 +231,7 @@ def test_tokens_are_those_of_the_text_whatever_its_size_and_time(tmp_path: Path)
         write_corpus(folder, text, ns=315532800 * 10**9)
         assert texts_of(prepare.prepare(config(tmp_path, **values), TOKENIZER)) == [text]
     (tmp_path / "new").write_text("fourth text now\n")
-    os.utime(tmp_path / "new", ns=(315532800 * 10**9,) * 2)
+    os.utime(tmp_path / "new", ns=(315532800 * 10**9, 315532800 * 10**9))
     (tmp_path / "new").replace(folder / "a.txt")
     assert texts_of(prepare.prepare(config(tmp_path, **values), TOKENIZER)) == ["fourth text now\n"]
     # Another folder of that name.
@@ -240,7 +245,7 @@ def test_only_files_that_were_touched_are_read_and_equal_text_keeps_its_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare.prepare(config(tmp_path), TOKENIZER)
-    monkeypatch.setattr(prepare, "_encode", no_child)
+    monkeypatch.setattr(prepare, "encode_corpus", no_child)
     data = config(tmp_path)
     os.utime(tmp_path / "text" / "07.txt")
     read: list[str] = []
@@ -253,12 +258,12 @@ def test_only_files_that_were_touched_are_read_and_equal_text_keeps_its_tokens(
         patch.setattr(identity, "read_file", reads)
         scan_corpus(list_files(data), data, ScanRecord(tmp_path / "cache", data))
     assert read == ["07.txt"]
-    monkeypatch.setattr(prepare, "_run_in_child", no_child)
+    monkeypatch.setattr(prepare, "run_in_child", no_child)
     assert prepare.prepare(data, TOKENIZER) == first
     # The same text in another place is the same corpus, once it has been read.
     monkeypatch.undo()
     shutil.copytree(tmp_path / "text", tmp_path / "moved" / "text")
-    monkeypatch.setattr(prepare, "_encode", no_child)
+    monkeypatch.setattr(prepare, "encode_corpus", no_child)
     assert prepare.prepare(config(tmp_path, sources=(str(tmp_path / "moved" / "text"),)), TOKENIZER) == first
 
 
@@ -272,7 +277,7 @@ def test_a_limit_reads_no_more_than_it_says_and_is_known_again(
     data = config(tmp_path, validation_fraction=0.0, max_bytes=10, seq_length=1)
     first = prepare.prepare(data, TOKENIZER)
     assert texts_of(first) == ["aaaa", "bbbb"]
-    monkeypatch.setattr(prepare, "_run_in_child", no_child)
+    monkeypatch.setattr(prepare, "run_in_child", no_child)
     assert prepare.prepare(data, TOKENIZER) == first
     (folder / "b.jsonl").write_text("neither is this\n")
     assert prepare.prepare(data, TOKENIZER) == first
@@ -333,7 +338,7 @@ def test_a_damaged_record_of_files_is_as_good_as_none(tmp_path: Path) -> None:
     first = prepare.prepare(config(tmp_path), TOKENIZER)
     (record,) = (tmp_path / "cache" / "corpora").iterdir()
     whole = record.read_text()
-    digest = json.loads(whole)["files"][0][2]["digest"]
+    digest = json.loads(whole)["files"][0][2][0]
     for damaged in (whole.replace(digest, digest[::-1]), whole[:100], "[]", "\0\xff"):
         record.write_text(damaged)
         assert prepare.prepare(config(tmp_path), TOKENIZER) == first
