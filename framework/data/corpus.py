@@ -1,7 +1,8 @@
 """The documents of a corpus: the running Python's own sources and manual, or any text and JSONL.
 
 Documents are read in a fixed order and have stable names, so a corpus gives the same tokens, the same held-out
-split and the same sample order wherever it is read.
+split and the same sample order wherever it is read. Text is the same whatever file it comes from: a byte order mark
+at its start is left out, lines end with a line feed, and half of a surrogate pair is U+FFFD.
 """
 
 from __future__ import annotations
@@ -9,167 +10,116 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import platform
-import sysconfig
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 from counterflow.framework.data.config import DataConfig
+from counterflow.framework.data.files import SourceFile, open_file, shown, unreadable
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 # A longer text is read in pieces of about this many characters: memory stays bounded and a corpus of one
 # large file can still be split into train and validation.
 PIECE_CHARS = 1 << 16
-# Directories of the standard library that hold packages of others, or test data rather than prose and code.
-_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+# A record of JSONL is held in memory as a whole.
+MAX_LINE_BYTES = 1 << 28
+_MARK = "\ufeff"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SHOWN_FIELDS = 8
+# How files begin that are often given for text, and what to do about it.
+_NO_TEXT = (
+    (b"\x1f\x8b", "compressed by gzip: decompress it"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd: decompress it"),
+    (b"\xfd7zXZ\x00", "compressed by xz: decompress it"),
+    (b"BZh91AY&SY", "compressed by bzip2: decompress it"),
+    (b"PK\x03\x04", "a zip archive: unpack it"),
+    (b"PAR1\x15", "a Parquet file: write its text as JSONL"),
+    (b"\xff\xfe", "UTF-16: convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16: convert it to UTF-8"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A piece of text. `id` is stable; `continues`: it goes on directly after the document yielded before."""
+    """A piece of text. `id` is stable; `continues`: it goes on directly after the document yielded before;
+    `num_replaced`: characters of the whole text that were halves of a surrogate pair, told with its first piece."""
 
     id: str
     text: str
     continues: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
-    """A file of the corpus. `name` is its id: the path below its source, so it survives a move of the folder."""
-
-    name: str
-    path: Path
-    num_bytes: int
-    modified_ns: int
-    builtin: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusSummary:
-    """What one pass over the documents finds. `first_ids`: the two ids with the smallest `share_of`."""
-
-    num_documents: int
-    num_bytes: int
-    first_ids: tuple[str, ...]
-
-
-def list_files(config: DataConfig) -> tuple[SourceFile, ...]:
-    """The files of the corpus, in reading order.
-
-    Raises ValueError: where a source does not exist or holds no text file.
-    """
-    if not config.sources:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return tuple(_walk(root, "python", (".py",), skipped=_SKIPPED, builtin=True))
-    files: list[SourceFile] = []
-    for source in config.sources:
-        path = Path(source).expanduser()
-        if path.is_dir():
-            found = list(_walk(path, path.resolve().name, (*TEXT_SUFFIXES, ".jsonl")))
-            if not found:
-                raise ValueError(
-                    f"data.sources: no text in {path}: a folder is searched for "
-                    f"{', '.join(TEXT_SUFFIXES)} and .jsonl; name the files themselves or another folder"
-                )
-            files += found
-        elif path.is_file():
-            files.append(_source_file(path, path.name))
-        else:
-            raise ValueError(
-                f"data.sources: {path} does not exist: a source is a file or a folder; relative paths start "
-                f"at {Path.cwd()}"
-            )
-    return tuple(files)
-
-
-def fingerprint(files: Iterable[SourceFile], config: DataConfig) -> str:
-    """A hash of what `read_documents` would give, from names, sizes and times only, so it costs no reading."""
-    digest = hashlib.sha256(f"1\0{config.text_field}\0{config.max_bytes}\0{PIECE_CHARS}".encode())
-    for file in files:
-        if file.builtin:
-            # The standard library belongs to one version; its installation times say nothing.
-            entry = f"{file.name}\0{file.num_bytes}\0{platform.python_version()}\0"
-        else:
-            entry = f"{file.name}\0{file.num_bytes}\0{file.modified_ns}\0"
-        digest.update(entry.encode())
-    return digest.hexdigest()
+    num_replaced: int = 0
 
 
 def read_documents(files: Iterable[SourceFile], config: DataConfig) -> Iterator[Document]:
-    """The documents of `files`, in order, up to `config.max_bytes` of UTF-8.
+    """The documents of `files`, in order, up to `config.max_bytes` of UTF-8. Raises what `read_file` does."""
+    left = config.max_bytes
+    for file in files:
+        reading = read_file(file, config, left)
+        while True:
+            try:
+                document = next(reading)
+            except StopIteration as end:
+                if end.value:
+                    return
+                break
+            if left is not None:
+                left -= len(document.text.encode())
+            yield document
+
+
+def read_file(
+    file: SourceFile, config: DataConfig, max_bytes: int | None = None
+) -> Generator[Document, None, bool]:
+    """The documents of one file, up to `max_bytes` of UTF-8; returns whether that left some out.
 
     A text file is one document, a JSONL line is one document; either is cut at line ends when it is long.
-    Raises ValueError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a record
-    without text in `config.text_field`.
+    Raises ValueError: naming the file, and the line in JSONL, for what is not UTF-8 text or cannot be read, a line
+        that is not JSON, or a record without text in `config.text_field`.
     """
-    left = config.max_bytes
-    for document in _all_documents(files, config):
-        if left is not None:
-            left -= len(document.text.encode())
-            if left < 0:
-                return
-        yield document
-
-
-def scan(documents: Iterable[Document]) -> CorpusSummary:
-    """Count the documents and find those that are first by `share_of`; reads everything once."""
-    num_documents = num_bytes = 0
-    first: list[tuple[float, str]] = []
-    for document in documents:
-        num_documents += 1
-        num_bytes += len(document.text.encode())
-        first = sorted([*first, (share_of(document.id), document.id)])[:2]
-    return CorpusSummary(
-        num_documents=num_documents, num_bytes=num_bytes, first_ids=tuple(name for _, name in first)
-    )
+    left = max_bytes
+    try:
+        for document in _documents(file, config):
+            if left is not None:
+                left -= len(document.text.encode())
+                if left < 0:
+                    return True
+            yield document
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.sources: {shown(file.path)} is not UTF-8 text (byte 0x{error.object[error.start]:02x}: "
+            f"{error.reason}): convert it, or leave it out"
+        ) from None
+    except OSError as error:
+        raise unreadable(file.path, error) from None
+    return False
 
 
 def share_of(document_id: str) -> float:
     """A number in [0, 1) that depends on the id alone: documents below a share belong to the held-out split."""
-    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:6], "big") / 2**48
+    # A file's name may have bytes that are no text.
+    digest = hashlib.sha256(document_id.encode(errors="surrogateescape"))
+    return int.from_bytes(digest.digest()[:6], "big") / 2**48
 
 
-def _source_file(path: Path, name: str, *, builtin: bool = False) -> SourceFile:
-    stat = path.stat()
-    return SourceFile(
-        name=name, path=path, num_bytes=stat.st_size, modified_ns=stat.st_mtime_ns, builtin=builtin
-    )
-
-
-def _walk(
-    root: Path,
-    name: str,
-    suffixes: tuple[str, ...],
-    *,
-    skipped: frozenset[str] = frozenset(),
-    builtin: bool = False,
-) -> Iterator[SourceFile]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(each for each in folders if each not in skipped and not each.startswith("."))
-        relative = Path(folder).relative_to(root)
-        for file_name in sorted(names):
-            if file_name.endswith(suffixes) and not file_name.startswith("."):
-                file_id = (name / relative / file_name).as_posix()
-                yield _source_file(Path(folder) / file_name, file_id, builtin=builtin)
-
-
-def _all_documents(files: Iterable[SourceFile], config: DataConfig) -> Iterator[Document]:
-    for file in files:
-        if file.builtin:
-            yield from _builtin_documents(file)
-        elif file.path.suffix == ".jsonl":
-            yield from _jsonl_documents(file, config.text_field)
-        else:
-            try:
-                with file.path.open(encoding="utf-8") as stream:
-                    yield from _pieces(file.name, stream)
-            except UnicodeDecodeError as error:
+def _documents(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+    if file.builtin:
+        yield from _builtin_documents(file)
+        return
+    with open_file(file.path) as stream:
+        start = stream.peek(16) if isinstance(stream, io.BufferedReader) else b""
+        for magic, what in _NO_TEXT:
+            if start.startswith(magic):
+                raise ValueError(f"data.sources: {shown(file.path)} is {what}, or leave it out")
+        if file.path.suffix == ".jsonl":
+            yield from _jsonl_documents(file, stream, config.text_field)
+            return
+        for document in _pieces(file.name, io.TextIOWrapper(stream, encoding="utf-8-sig")):
+            if "\0" in document.text:
                 raise ValueError(
-                    f"data.sources: {file.path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}: "
-                    f"{error.reason}): convert it, or leave it out"
-                ) from None
+                    f"data.sources: {shown(file.path)} has bytes of value 0: it is binary data or UTF-16 rather than "
+                    "UTF-8 text; convert it, or leave it out"
+                )
+            yield document
 
 
 def _builtin_documents(file: SourceFile) -> Iterator[Document]:
@@ -187,26 +137,67 @@ def _builtin_documents(file: SourceFile) -> Iterator[Document]:
     yield from _pieces(file.name, io.StringIO(text))
 
 
-def _jsonl_documents(file: SourceFile, text_field: str) -> Iterator[Document]:
-    with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            where = f"{file.path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"data.sources: {where} is not JSON ({error}): a .jsonl file has one JSON object a line"
-                ) from None
-            text = record.get(text_field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                fields = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-                raise ValueError(
-                    f"data.sources: {where} has no text in field '{text_field}' (found: {fields}); "
-                    "set data.text_field to the field that holds the text"
-                )
-            yield from _pieces(f"{file.name}:{number}", io.StringIO(text))
+def _jsonl_documents(file: SourceFile, stream: BinaryIO, text_field: str) -> Iterator[Document]:
+    number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        where = f"{shown(file.path)}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"data.sources: {where} is longer than {MAX_LINE_BYTES} bytes: a .jsonl file has one JSON object a "
+                "line; write longer texts as files of their own"
+            )
+        text, num_replaced = _without_surrogates(_text_of(line, where, text_field))
+        for document in _pieces(f"{file.name}:{number}", io.StringIO(text.removeprefix(_MARK), newline=None)):
+            yield document if document.continues else _counted(document, num_replaced)
+
+
+def _counted(document: Document, num_replaced: int) -> Document:
+    return Document(id=document.id, text=document.text, num_replaced=num_replaced)
+
+
+def _text_of(line: bytes, where: str, text_field: str) -> str:
+    """The text of one line of JSONL; none for a blank line."""
+    try:
+        written = line.decode("utf-8-sig")
+        if not written.strip():
+            return ""
+        # Python does not read integers of any length, and none is needed here.
+        record = json.loads(written, parse_int=float)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.sources: {where} is not UTF-8 text (byte 0x{error.object[error.start]:02x}: {error.reason}): "
+            "convert it, or leave it out"
+        ) from None
+    except ValueError as error:
+        raise ValueError(
+            f"data.sources: {where} is not JSON ({error}): a .jsonl file has one JSON object a line"
+        ) from None
+    except RecursionError:
+        raise ValueError(
+            f"data.sources: {where} is nested too deeply to be read: a .jsonl file has one JSON object a line, with "
+            f"its text in the field '{text_field}'"
+        ) from None
+    text = record.get(text_field) if isinstance(record, Mapping) else None
+    if isinstance(text, str):
+        return text
+    found = type(record).__name__
+    if isinstance(record, Mapping):
+        names = [shown(str(name).encode(errors="replace").decode()) for name in record]
+        found = ", ".join(names[:_SHOWN_FIELDS] + ["..."] * (len(names) > _SHOWN_FIELDS))
+    raise ValueError(
+        f"data.sources: {where} has no text in field '{text_field}' (found: {found}); "
+        "set data.text_field to the field that holds the text"
+    )
+
+
+def _without_surrogates(text: str) -> tuple[str, int]:
+    """`text` with U+FFFD for each half of a surrogate pair, which JSON can write and UTF-8 cannot, and their number."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE.subn("\ufffd", text)
+    return text, 0
 
 
 def _pieces(name: str, stream: io.TextIOBase) -> Iterator[Document]:

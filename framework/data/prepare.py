@@ -1,51 +1,42 @@
 """From a corpus to token shards, once, before any rank starts.
 
 The work runs in a child process: the tokenizer library starts threads, and a process that has them must not
-fork ranks afterwards. Results are cached under a key of all that they depend on; each appears by one rename,
-whole or not at all, and a file lock lets two launchers prepare at once.
+fork ranks afterwards. Results are cached under a key of all that they depend on, the text itself rather than its
+place and time (see `identity`); each appears by one rename, whole or not at all, and a file lock lets two launchers
+prepare at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
-import os
 import shutil
-import signal
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from counterflow.framework.data import corpus
 from counterflow.framework.data import tokenizer as bpe
+from counterflow.framework.data.child import Progress, run_in_child
 from counterflow.framework.data.config import DataConfig, TokenizerConfig
-from counterflow.framework.data.corpus import CorpusSummary, Document, SourceFile
+from counterflow.framework.data.corpus import Document
+from counterflow.framework.data.encoding import encode_corpus, trained_tokenizer
+from counterflow.framework.data.files import SourceFile, shown
+from counterflow.framework.data.identity import CorpusScan, ScanRecord, read_again, recall, scan_corpus
+from counterflow.framework.data.listing import list_files
 from counterflow.framework.data.shards import (
+    FORMAT_VERSION,
     SHARD_TOKENS,
     SplitIndex,
     SplitWriter,
     check_hashes,
-    dtype_for,
     read_index,
 )
 
-# (what is being done, share done in 0..1)
-Progress = Callable[[str, float], None]
-
 _log = logging.getLogger(__name__)
-_TRAINING_BYTES = 1 << 28  # text the tokenizer learns from, drawn from the whole corpus
-_BATCH_CHARS = 1 << 22
 _CHECKED_BYTES = 1 << 28  # a cached split up to this size is hashed at every start, a larger one when written
-_PROGRESS_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +56,19 @@ class PreparedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Where each result of a (data, tokenizer) pair is kept."""
+    """What is asked for. tokenizer_file: the content of the given tokenizer.json, None where one is trained."""
 
     data: DataConfig
     tokenizer: TokenizerConfig
     files: tuple[SourceFile, ...]
     cache_dir: Path
+    tokenizer_file: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where each result is kept, which follows from what the corpus holds."""
+
     tokenizer_path: Path
     tokens_dir: Path
 
@@ -85,75 +83,120 @@ def prepare(
 ) -> PreparedData:
     """Train or load the tokenizer, encode the corpus, and return where the tokens are; quick when cached.
 
-    A damaged cache is named in the log and built again.
-    Raises ValueError: for a source that cannot be read (see `corpus`), a tokenizer that cannot be used, or a
-    split with fewer samples than one batch of `global_batch_size`.
+    A damaged cache is named in the log and built again; text that was changed or cannot be expressed is counted there.
+    Raises ValueError: for a source that cannot be read (see `files` and `corpus`), a tokenizer that cannot be used,
+    or a split with fewer samples than one batch of `global_batch_size`.
     Raises RuntimeError: where the preparing process died.
     """
     plan = _plan(data, tokenizer)
-    prepared = _cached(plan)
-    if prepared is None:
-        _run_in_child(plan, progress, shard_tokens)
-        prepared = _cached(plan)
-        assert prepared is not None
+    scan = recall(plan.files, data, ScanRecord(plan.cache_dir, data))
+    splits = None if scan is None else _cached(plan, _places(plan, scan))
+    if scan is None or splits is None:
+        scan = run_in_child(lambda report: _build(plan, report, shard_tokens), progress)
+        splits = _cached(plan, _places(plan, scan))
+    if splits is None:
+        raise RuntimeError(
+            f"the tokens below {plan.cache_dir}, or the tokenizer, changed right after they were made: start again "
+            "when nothing else writes there"
+        )
+    _warn(plan, scan, splits)
+    prepared = _prepared(_places(plan, scan), splits)
     _check_enough(data, prepared, global_batch_size)
     return prepared
 
 
 def _plan(data: DataConfig, tokenizer: TokenizerConfig) -> _Plan:
-    files = corpus.list_files(data)
-    corpus_key = corpus.fingerprint(files, data)
-    cache_dir = Path(data.cache_dir or "~/.cache/counterflow").expanduser().absolute()
+    content: bytes | None = None
     if tokenizer.kind == "file":
-        assert tokenizer.path is not None
-        tokenizer_path = Path(tokenizer.path).expanduser().absolute()
-        if not tokenizer_path.is_file():
-            raise ValueError(
-                f"tokenizer.path={tokenizer_path}: no such file; give the path of a tokenizer.json"
-            )
-        tokenizer_key = hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()
-    else:
-        tokenizer_key = hashlib.sha256(f"bpe\0{corpus_key}\0{tokenizer.vocab_size}".encode()).hexdigest()
-        tokenizer_path = cache_dir / "tokenizers" / f"bpe-{tokenizer.vocab_size}-{tokenizer_key[:16]}.json"
-    key = hashlib.sha256(f"{corpus_key}\0{tokenizer_key}\0{data.validation_fraction}".encode()).hexdigest()
+        content = bpe.read_tokenizer_file(_given_tokenizer(tokenizer))
     return _Plan(
         data=data,
         tokenizer=tokenizer,
-        files=files,
-        cache_dir=cache_dir,
-        tokenizer_path=tokenizer_path,
-        tokens_dir=cache_dir / "tokens" / key[:16],
+        files=list_files(data),
+        cache_dir=Path(data.cache_dir or "~/.cache/counterflow").expanduser().absolute(),
+        tokenizer_file=content,
     )
 
 
-def _cached(plan: _Plan, *, report: bool = True) -> PreparedData | None:
-    """The result of `plan`, or None where it is not there or damaged; damage is logged unless told not to."""
-    if not (plan.tokens_dir.is_dir() and plan.tokenizer_path.is_file()):
+def _given_tokenizer(tokenizer: TokenizerConfig) -> Path:
+    assert tokenizer.path is not None
+    return Path(tokenizer.path).expanduser().absolute()
+
+
+def _places(plan: _Plan, scan: CorpusScan) -> _Places:
+    if plan.tokenizer_file is not None:
+        tokenizer_path = _given_tokenizer(plan.tokenizer)
+        tokenizer_key = hashlib.sha256(plan.tokenizer_file).hexdigest()
+    else:
+        size = plan.tokenizer.vocab_size
+        tokenizer_key = hashlib.sha256(f"bpe\0{scan.digest}\0{size}".encode()).hexdigest()
+        tokenizer_path = plan.cache_dir / "tokenizers" / f"bpe-{size}-{tokenizer_key[:16]}.json"
+    key = hashlib.sha256(
+        f"{FORMAT_VERSION}\0{scan.digest}\0{tokenizer_key}\0{plan.data.validation_fraction}".encode()
+    ).hexdigest()
+    return _Places(tokenizer_path=tokenizer_path, tokens_dir=plan.cache_dir / "tokens" / key[:16])
+
+
+def _splits(plan: _Plan) -> tuple[str, ...]:
+    return ("train", "validation") if plan.data.validation_fraction else ("train",)
+
+
+def _cached(plan: _Plan, places: _Places, *, report: bool = True) -> tuple[SplitIndex, ...] | None:
+    """The indices of the splits, or None where they are not there or damaged; damage is logged unless told not to."""
+    if not (places.tokens_dir.is_dir() and places.tokenizer_path.is_file()):
         return None
-    folders = [plan.tokens_dir / "train"]
-    if plan.data.validation_fraction:
-        folders.append(plan.tokens_dir / "validation")
     indices: list[SplitIndex] = []
     try:
-        for folder in folders:
+        tokenizer_sha256 = hashlib.sha256(bpe.read_tokenizer_file(places.tokenizer_path)).hexdigest()
+        for split in _splits(plan):
+            folder = places.tokens_dir / split
             indices.append(read_index(folder))
             if indices[-1].num_bytes <= _CHECKED_BYTES:
                 check_hashes(folder, indices[-1])
+            if indices[-1].tokenizer_sha256 != tokenizer_sha256:
+                raise ValueError(f"{folder} was made by another tokenizer than {places.tokenizer_path}")
     except ValueError as error:
         if report:
             _log.warning("the prepared tokens are built again: %s", error)
         return None
-    train = indices[0]
+    return tuple(indices)
+
+
+def _prepared(places: _Places, splits: tuple[SplitIndex, ...]) -> PreparedData:
+    train = splits[0]
     return PreparedData(
-        train=folders[0],
-        validation=folders[1] if len(folders) > 1 else None,
-        tokenizer_path=plan.tokenizer_path,
+        train=places.tokens_dir / "train",
+        validation=places.tokens_dir / "validation" if len(splits) > 1 else None,
+        tokenizer_path=places.tokenizer_path,
         vocab_size=train.vocab_size,
         end_of_text_id=train.end_of_text_id,
         num_train_tokens=train.num_tokens,
-        num_validation_tokens=sum(index.num_tokens for index in indices[1:]),
-        content_hash=hashlib.sha256("".join(index.content_hash for index in indices).encode()).hexdigest(),
+        num_validation_tokens=sum(index.num_tokens for index in splits[1:]),
+        content_hash=hashlib.sha256("".join(index.content_hash for index in splits).encode()).hexdigest(),
     )
+
+
+def _warn(plan: _Plan, scan: CorpusScan, splits: tuple[SplitIndex, ...]) -> None:
+    """Say what of the text does not reach the model."""
+    if scan.num_replaced:
+        _log.warning(
+            "data.sources: halves of surrogate pairs, which are no text, are read as U+FFFD: %d, the first in %s",
+            scan.num_replaced,
+            shown(scan.first_replaced or ""),
+        )
+    num_tokens = sum(index.num_tokens for index in splits) or 1
+    num_unknown = sum(index.num_unknown_tokens for index in splits)
+    num_dropped = sum(index.num_dropped_characters for index in splits)
+    if num_unknown or num_dropped:
+        _log.warning(
+            "tokenizer.path=%s cannot express all of the text: %.3g %% of the tokens (%d of %d) are its unknown token, "
+            "and %d characters are left out; take a tokenizer that works on bytes, or one made for this text",
+            plan.tokenizer.path,
+            100 * num_unknown / num_tokens,
+            num_unknown,
+            num_tokens,
+            num_dropped,
+        )
 
 
 def _check_enough(data: DataConfig, prepared: PreparedData, global_batch_size: int) -> None:
@@ -173,195 +216,88 @@ def _check_enough(data: DataConfig, prepared: PreparedData, global_batch_size: i
             )
 
 
-def _run_in_child(plan: _Plan, progress: Progress | None, shard_tokens: int) -> None:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_child, args=(plan, ours, theirs, shard_tokens), daemon=True)
-    child.start()
-    theirs.close()
+def _build(plan: _Plan, report: Progress, shard_tokens: int) -> CorpusScan:
     try:
-        while True:
-            try:
-                kind, *rest = ours.recv()
-            except EOFError:
-                child.join()
-                raise RuntimeError(
-                    f"the process that prepares the data died (exit code {child.exitcode}); if memory ran "
-                    "out, set data.max_bytes"
-                ) from None
-            if kind == "progress":
-                if progress is not None:
-                    progress(rest[0], rest[1])
-            elif kind == "invalid":
-                raise ValueError(rest[0])
-            elif kind == "error":
-                raise RuntimeError(f"preparing the data failed:\n{rest[0]}")
-            else:
-                return
-    finally:
-        child.kill()
-        child.join()
-        ours.close()
-
-
-def _child(plan: _Plan, parents: Connection, connection: Connection, shard_tokens: int) -> None:
-    parents.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def leave_with_parent() -> None:
-        try:
-            connection.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    last_report = [0.0]
-
-    def report(what: str, share: float) -> None:
-        if share >= 1 or time.monotonic() - last_report[0] >= _PROGRESS_INTERVAL_S:
-            last_report[0] = time.monotonic()
-            connection.send(("progress", what, share))
-
-    try:
-        _build(plan, report, shard_tokens)
-        connection.send(("done",))
-    except ValueError as error:
-        connection.send(("invalid", str(error)))
+        return _build_in(plan, report, shard_tokens)
     except OSError as error:
-        rule = f"data.sources must be readable, and data.cache_dir={plan.cache_dir} writable and not full"
-        connection.send(("invalid", f"{error}: {rule}; free it, or set data.cache_dir to another folder"))
-    except BaseException:
-        connection.send(("error", traceback.format_exc()))
-    os._exit(0)  # no exit handlers and no flushing: the buffers belong to the parent
+        raise ValueError(
+            f"{error}: data.cache_dir={plan.cache_dir} must be writable and not full; free it, or set "
+            "data.cache_dir to another folder"
+        ) from None
 
 
-def _build(plan: _Plan, report: Progress, shard_tokens: int) -> None:
-    plan.tokens_dir.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(plan.tokens_dir.with_suffix(".lock"))
+def _build_in(plan: _Plan, report: Progress, shard_tokens: int) -> CorpusScan:
+    record = ScanRecord(plan.cache_dir, plan.data)
+    scan = _scan(plan, record, report)
+    places = _places(plan, scan)
+    places.tokens_dir.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(places.tokens_dir.with_suffix(".lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
         report("waiting for another process that prepares the same data", 0.0)
         lock.acquire()
     with lock:
-        if _cached(plan, report=False) is not None:
-            return
-        if plan.tokens_dir.exists():
-            shutil.rmtree(plan.tokens_dir)
-        summary = _scan(plan, report)
-        tokenizer = _tokenizer(plan, summary, report)
-        building = plan.tokens_dir.with_suffix(".building")
+        if _cached(plan, places, report=False) is not None:
+            return scan
+
+        def documents() -> Iterator[Document]:
+            return read_again(plan.files, plan.data, scan, record)
+
+        if places.tokens_dir.exists():
+            shutil.rmtree(places.tokens_dir)
+        tokenizer, tokenizer_sha256 = _tokenizer(plan, places.tokenizer_path, scan, documents, report)
+        building = places.tokens_dir.with_suffix(".building")
         shutil.rmtree(building, ignore_errors=True)
-        _encode(plan, tokenizer, summary, building, report, shard_tokens)
-        building.rename(plan.tokens_dir)
+        writers = [
+            SplitWriter(
+                building / split,
+                vocab_size=bpe.vocab_size(tokenizer),
+                end_of_text_id=bpe.end_of_text_id(tokenizer),
+                shard_tokens=shard_tokens,
+                tokenizer_sha256=tokenizer_sha256,
+            )
+            for split in _splits(plan)
+        ]
+        try:
+            encode_corpus(documents(), tokenizer, scan, plan.data.validation_fraction, writers, report)
+            building.rename(places.tokens_dir)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+    return scan
 
 
-def _scan(plan: _Plan, report: Progress) -> CorpusSummary:
-    total = sum(file.num_bytes for file in plan.files) or 1
+def _scan(plan: _Plan, record: ScanRecord, report: Progress) -> CorpusScan:
+    total = sum(file.stamp.num_bytes for file in plan.files) or 1
     seen = 0
 
-    def counted() -> Iterator[Document]:
+    def count(file: SourceFile, num_chars: int) -> None:
         nonlocal seen
-        for document in corpus.read_documents(plan.files, plan.data):
-            seen += len(document.text)
-            report("reading the corpus", min(1.0, seen / total))
-            yield document
+        seen += num_chars
+        report("reading the corpus", min(1.0, seen / total))
 
-    summary = corpus.scan(counted())
+    scan = scan_corpus(plan.files, plan.data, record, count)
     fraction = plan.data.validation_fraction
-    if not summary.num_documents:
+    if not scan.num_documents:
         cap = plan.data.max_bytes
         reason = "" if cap is None else f" within data.max_bytes={cap}"
         raise ValueError(
-            f"data.sources: no usable text in {len(plan.files)} files{reason}; give files that are not empty"
-            + ("" if cap is None else ", or raise the limit")
+            f"data.sources: no usable text in {len(plan.files)} files, the first being {shown(plan.files[0].path)}"
+            f"{reason}; give files that are not empty" + ("" if cap is None else ", or raise the limit")
         )
-    if fraction and summary.num_documents < 2:
+    if fraction and scan.lowest == scan.highest:
         raise ValueError(
-            f"data.validation_fraction={fraction}: the corpus is a single document of {summary.num_bytes} "
+            f"data.validation_fraction={fraction}: the corpus is a single document of {scan.num_bytes} "
             "bytes, too short to hold a part of it out; give more text, or set it to 0"
         )
-    return summary
+    return scan
 
 
-def _tokenizer(plan: _Plan, summary: CorpusSummary, report: Progress) -> Tokenizer:
-    path = plan.tokenizer_path
-    if plan.tokenizer.kind == "file":
-        return bpe.load_tokenizer(path)
-    if path.is_file():
-        try:
-            return bpe.load_tokenizer(path)
-        except ValueError as error:
-            _log.warning("the cached tokenizer is trained again: %s", error)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    keep = min(1.0, _TRAINING_BYTES / max(1, summary.num_bytes))
-
-    def texts() -> Iterator[str]:
-        done = 0
-        for document in corpus.read_documents(plan.files, plan.data):
-            done += len(document.text)
-            report("training the tokenizer", min(0.99, done / summary.num_bytes))
-            # From the other end of the share, so that sampling does not favour the held-out documents.
-            if 1 - corpus.share_of(document.id) <= keep:
-                yield document.text
-
-    # Another corpus split may train the same tokenizer at once: each writes its own file, the rename decides.
-    tokenizer = bpe.train_bpe(texts(), plan.tokenizer.vocab_size)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    tokenizer.save(str(partial))
-    partial.replace(path)
-    report("training the tokenizer", 1.0)
-    return tokenizer
-
-
-def _encode(
-    plan: _Plan,
-    tokenizer: Tokenizer,
-    summary: CorpusSummary,
-    folder: Path,
-    report: Progress,
-    shard_tokens: int,
-) -> None:
-    fraction = plan.data.validation_fraction
-    vocab_size, end_of_text_id = bpe.vocab_size(tokenizer), bpe.end_of_text_id(tokenizer)
-    writers = [
-        SplitWriter(
-            folder / split, vocab_size=vocab_size, end_of_text_id=end_of_text_id, shard_tokens=shard_tokens
-        )
-        for split in (("train", "validation") if fraction else ("train",))
-    ]
-    # The lowest document is always held out and the second never, so that no split of a small corpus is empty.
-    lowest = summary.first_ids[0]
-    second = summary.first_ids[1] if summary.num_documents == 2 else None
-    last_split = -1
-    done = 0
-    for batch in _batches(corpus.read_documents(plan.files, plan.data)):
-        encoded = bpe.encode(
-            tokenizer, [document.text for document in batch], np.dtype(dtype_for(vocab_size))
-        )
-        for document, tokens in zip(batch, encoded, strict=True):
-            held_out = document.id == lowest or (
-                document.id != second and corpus.share_of(document.id) < fraction
-            )
-            split = 1 if fraction and held_out else 0
-            writers[split].append(tokens, continues=document.continues and split == last_split)
-            last_split = split
-            done += len(document.text.encode())
-        report("encoding the corpus", min(0.99, done / summary.num_bytes))
-    for writer in writers:
-        writer.finish()
-    report("encoding the corpus", 1.0)
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _tokenizer(
+    plan: _Plan, path: Path, scan: CorpusScan, documents: Callable[[], Iterator[Document]], report: Progress
+) -> tuple[Tokenizer, str]:
+    """The given tokenizer or the corpus's own, and the hash of its file."""
+    if plan.tokenizer_file is not None:
+        return bpe.parse_tokenizer(plan.tokenizer_file, path), hashlib.sha256(plan.tokenizer_file).hexdigest()
+    return trained_tokenizer(path, plan.tokenizer.vocab_size, scan, documents, report)

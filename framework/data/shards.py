@@ -2,7 +2,7 @@
 
 A split is a folder with `index.json` and `00000.bin`, `00001.bin`, ...: the tokens in order, uint16 where the
 vocabulary allows it, else uint32. Documents end with the end-of-text token. The index knows each shard's length
-and hash, so a short or damaged file is found and named.
+and hash and its own, so a short or damaged file is found and named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION = 1
+from counterflow.framework.data import sealed
+
+FORMAT_VERSION = 2
 SHARD_TOKENS = 1 << 28
 _HASH_CHUNK_BYTES = 1 << 22
 
@@ -34,7 +36,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitIndex:
-    """The index of a split. `dtype` is `uint16` or `uint32`, stored little-endian."""
+    """The index of a split. `dtype` is `uint16` or `uint32`, stored little-endian.
+
+    tokenizer_sha256: of the file of the tokenizer that made the tokens. num_unknown_tokens: how many of them stand for
+    text that it cannot express; num_dropped_characters: how many characters it left out.
+    """
 
     version: int
     dtype: str
@@ -43,6 +49,9 @@ class SplitIndex:
     num_tokens: int
     num_documents: int
     shards: tuple[Shard, ...]
+    tokenizer_sha256: str = ""
+    num_unknown_tokens: int = 0
+    num_dropped_characters: int = 0
 
     @property
     def storage_dtype(self) -> np.dtype:
@@ -71,13 +80,20 @@ class SplitWriter:
     """
 
     def __init__(
-        self, folder: Path, *, vocab_size: int, end_of_text_id: int, shard_tokens: int = SHARD_TOKENS
+        self,
+        folder: Path,
+        *,
+        vocab_size: int,
+        end_of_text_id: int,
+        shard_tokens: int = SHARD_TOKENS,
+        tokenizer_sha256: str = "",
     ) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self._vocab_size = vocab_size
         self._end_of_text_id = end_of_text_id
         self._shard_tokens = shard_tokens
+        self._tokenizer_sha256 = tokenizer_sha256
         self._dtype = np.dtype(dtype_for(vocab_size)).newbyteorder("<")
         self._separator = np.array([end_of_text_id], dtype=self._dtype)
         self._shards: list[Shard] = []
@@ -85,16 +101,27 @@ class SplitWriter:
         self._hash = hashlib.sha256()
         self._in_shard = 0
         self._num_documents = 0
+        self._num_unknown_tokens = 0
+        self._num_dropped_characters = 0
 
     @property
     def num_documents(self) -> int:
         return self._num_documents
 
-    def append(self, tokens: NDArray[np.integer], *, continues: bool = False) -> None:
+    def append(
+        self,
+        tokens: NDArray[np.integer],
+        *,
+        continues: bool = False,
+        num_unknown_tokens: int = 0,
+        num_dropped_characters: int = 0,
+    ) -> None:
         if not continues:
             if self._num_documents:
                 self._write(self._separator)
             self._num_documents += 1
+        self._num_unknown_tokens += num_unknown_tokens
+        self._num_dropped_characters += num_dropped_characters
         self._write(tokens.astype(self._dtype, copy=False))
 
     def finish(self) -> SplitIndex:
@@ -110,11 +137,11 @@ class SplitWriter:
             num_tokens=sum(shard.num_tokens for shard in self._shards),
             num_documents=self._num_documents,
             shards=tuple(self._shards),
+            tokenizer_sha256=self._tokenizer_sha256,
+            num_unknown_tokens=self._num_unknown_tokens,
+            num_dropped_characters=self._num_dropped_characters,
         )
-        with (self._folder / "index.json").open("w") as stream:
-            json.dump(dataclasses.asdict(index), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
+        sealed.write_whole(self._folder / "index.json", sealed.seal(dataclasses.asdict(index)))
         return index
 
     def _write(self, tokens: NDArray[np.integer]) -> None:
@@ -149,18 +176,22 @@ def read_index(folder: Path) -> SplitIndex:
     """
     path = folder / "index.json"
     remedy = f"remove {folder.parent} to have it prepared again"
+    index: SplitIndex | None = None
     try:
-        record = json.loads(path.read_text())
-        if record["version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"{path} is of version {record['version']}, this program reads {FORMAT_VERSION}; {remedy}"
-            )
-        shards = tuple(Shard(**shard) for shard in record.pop("shards"))
-        index = SplitIndex(shards=shards, **record)
+        data = path.read_bytes()
+        version = json.loads(data)["version"]
+        if version == FORMAT_VERSION:
+            record = sealed.opened(data)
+            shards = tuple(Shard(**shard) for shard in record.pop("shards"))
+            index = SplitIndex(shards=shards, **record)
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no tokens: there is no index.json; {remedy}") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}") from None
+    if index is None:
+        raise ValueError(f"{path} is of version {version}, this program reads {FORMAT_VERSION}; {remedy}")
     for shard in index.shards:
         expected = shard.num_tokens * index.storage_dtype.itemsize
         file = folder / shard.file
@@ -178,9 +209,12 @@ def check_hashes(folder: Path, index: SplitIndex) -> None:
     """
     for shard in index.shards:
         digest = hashlib.sha256()
-        with (folder / shard.file).open("rb") as stream:
-            while chunk := stream.read(_HASH_CHUNK_BYTES):
-                digest.update(chunk)
+        try:
+            with (folder / shard.file).open("rb") as stream:
+                while chunk := stream.read(_HASH_CHUNK_BYTES):
+                    digest.update(chunk)
+        except OSError as error:
+            raise ValueError(f"{folder / shard.file} cannot be read ({error.strerror})") from None
         if digest.hexdigest() != shard.sha256:
             raise ValueError(
                 f"{folder / shard.file} is damaged: its SHA-256 is not the one in the index; remove "

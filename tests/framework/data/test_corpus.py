@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import json
 import os
@@ -12,10 +13,11 @@ import pytest
 
 from counterflow.framework.data import corpus
 from counterflow.framework.data.config import DataConfig
+from counterflow.framework.data.listing import list_files
 
 
 def documents(config: DataConfig) -> list[corpus.Document]:
-    return list(corpus.read_documents(corpus.list_files(config), config))
+    return list(corpus.read_documents(list_files(config), config))
 
 
 def test_the_default_corpus_is_the_running_python() -> None:
@@ -51,6 +53,13 @@ def test_jsonl_lines_are_documents(tmp_path: Path) -> None:
     ]
 
 
+def test_other_fields_of_a_record_may_hold_any_number(tmp_path: Path) -> None:
+    """Python's own limit on the digits of an integer is not one of JSON."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"n": ' + "9" * 5000 + ', "text": "one"}\n')
+    assert [document.text for document in documents(DataConfig(sources=(str(file),)))] == ["one"]
+
+
 def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) -> None:
     text = "".join(f"line {number}: {'é' * (number % 90)}\n" for number in range(4000))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
@@ -69,24 +78,6 @@ def test_max_bytes_counts_utf8(tmp_path: Path) -> None:
     assert len(documents(DataConfig(sources=(str(tmp_path),), max_bytes=39))) == 1
 
 
-def test_the_fingerprint_follows_the_files_and_the_config(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("one")
-    config = DataConfig(sources=(str(tmp_path),))
-
-    def key(config: DataConfig) -> str:
-        return corpus.fingerprint(corpus.list_files(config), config)
-
-    before = key(config)
-    assert key(config) == before
-    assert key(DataConfig(sources=(str(tmp_path),), text_field="other")) != before
-    os.utime(file, ns=(1, 1))
-    touched = key(config)
-    assert touched != before
-    (tmp_path / "b.txt").write_text("two")
-    assert key(config) != touched
-
-
 def test_share_of_is_uniform_and_fixed() -> None:
     shares = [corpus.share_of(f"file-{number}") for number in range(4000)]
     for tenth in range(10):
@@ -94,12 +85,6 @@ def test_share_of_is_uniform_and_fixed() -> None:
         assert 330 < inside < 470
     # Held-out documents stay held out across versions: sha256("a")[:6] / 2**48.
     assert corpus.share_of("a") == 0xCA978112CA1B / 2**48
-
-
-def test_scan_counts() -> None:
-    found = corpus.scan(corpus.Document(id=name, text="é") for name in ("a", "b", "c"))
-    assert (found.num_documents, found.num_bytes) == (3, 6)
-    assert found.first_ids == tuple(sorted("abc", key=corpus.share_of)[:2])
 
 
 def write(path: Path, content: str | bytes) -> str:
@@ -119,6 +104,15 @@ def write(path: Path, content: str | bytes) -> str:
         ("x.jsonl", '{"text": 3}\n', r"x\.jsonl:1 has no text in field 'text'.*set data\.text_field"),
         ("x.jsonl", '["a"]\n', r"x\.jsonl:1 has no text .*found: list"),
         ("x.txt", b"caf\xe9\n", r"x\.txt is not UTF-8 text \(byte 0xe9.*convert it"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"x\.jsonl:2 is not UTF-8 text \(byte 0xe9"),
+        ("x.jsonl", b'\xef\xbb\xbf{"text": "\xe9"}\n', r"x\.jsonl:1 is not UTF-8 text \(byte 0xe9"),
+        ("x.jsonl", b'{"text": "\xed\xa0\xbd"}\n', r"x\.jsonl:1 is not UTF-8 text \(byte 0xed"),
+        ("x.jsonl", "[" * 200_000, r"x\.jsonl:1 is nested too deeply"),
+        ("x.jsonl", json.dumps(dict.fromkeys(map(str, range(999)))), r"found: 0, 1, .*7, \.\.\.\);"),
+        ("x.txt", gzip.compress(b"text"), r"x\.txt is compressed by gzip: decompress it, or leave it out"),
+        ("x.jsonl", gzip.compress(b"{}"), r"x\.jsonl is compressed by gzip: decompress it"),
+        ("x.txt", "text".encode("utf-16"), r"x\.txt is UTF-16: convert it to UTF-8"),
+        ("x.txt", "text".encode("utf-16-le"), r"x\.txt has bytes of value 0: .*convert it, or leave it out"),
     ],
 )
 def test_bad_content_names_the_place(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -127,8 +121,53 @@ def test_bad_content_names_the_place(tmp_path: Path, name: str, content: str | b
         documents(config)
 
 
-def test_bad_sources_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere does not exist: a source is a file or a folder"):
-        corpus.list_files(DataConfig(sources=(str(tmp_path / "nowhere"),)))
-    with pytest.raises(ValueError, match=r"no text in .*: a folder is searched for \.txt"):
-        corpus.list_files(DataConfig(sources=(str(tmp_path),)))
+BODY = "first line\nsecond line\n\nfourth line\n"
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["lf", "crlf", "cr"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "field.jsonl"])
+def test_text_is_the_same_whatever_file_it_comes_from(tmp_path: Path, name: str, end: str, mark: str) -> None:
+    """Marks and line ends are a file's, not the text's; in JSON they may stand around the record or in its field."""
+    text = BODY.replace("\n", end)
+    if name == "a.jsonl":
+        content = mark + json.dumps({"text": text}) + "\r\n"
+    elif name == "field.jsonl":
+        content = json.dumps({"text": mark + text}) + "\n"
+    else:
+        content = mark + text
+    (found,) = documents(DataConfig(sources=(write(tmp_path / name, content),)))
+    assert found.text == BODY
+
+
+def test_separators_of_other_kinds_stay(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c\x0bd \ufeff inside\n"
+    sources = (write(tmp_path / "a.txt", text), write(tmp_path / "b.jsonl", json.dumps({"text": text})))
+    assert [document.text for document in documents(DataConfig(sources=sources))] == [text, text]
+
+
+def test_half_a_surrogate_pair_is_replaced_and_counted(tmp_path: Path) -> None:
+    """A whole pair is the character that it encodes; the halves have no UTF-8."""
+    lines = [r'{"text": "low \udc00, high \ud83d"}', r'{"text": "whole \ud83d\ude00"}', r'{"text": "\ud800"}']
+    found = documents(DataConfig(sources=(write(tmp_path / "a.jsonl", "\n".join(lines)),)))
+    assert [document.text for document in found] == ["low \ufffd, high \ufffd", "whole \U0001f600", "\ufffd"]
+    assert [document.num_replaced for document in found] == [2, 0, 1]
+
+
+def test_a_name_that_is_no_text_is_a_name(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("one\n")
+    (found,) = documents(DataConfig(sources=(str(tmp_path),)))
+    assert os.fsencode(found.id).endswith(b"/caf\xe9.txt")
+    assert 0 <= corpus.share_of(found.id) < 1
+
+
+def test_an_endless_line_is_refused_without_reading_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 1000)
+    file = tmp_path / "a.jsonl"
+    with file.open("wb") as stream:
+        stream.write(b'{"text": "a"}\n')
+        stream.truncate(1 << 40)  # a terabyte of zeros that takes no room
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 is longer than 1000 bytes: .*one JSON object a line"):
+        documents(DataConfig(sources=(str(file),)))

@@ -91,15 +91,28 @@ def test_a_bad_index_is_named(tmp_path: Path) -> None:
     path = folder / "index.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "version": 99}))
-    with pytest.raises(ValueError, match=r"of version 99, this program reads 1; remove"):
+    with pytest.raises(ValueError, match=r"of version 99, this program reads 2; remove"):
         read_index(folder)
     path.write_text(json.dumps(record)[:40])
     with pytest.raises(ValueError, match=r"index\.json is damaged \(JSONDecodeError"):
         read_index(folder)
     del record["dtype"]
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"index\.json is damaged \(TypeError"):
+    with pytest.raises(ValueError, match=r"index\.json is damaged \(ValueError: its SHA-256"):
         read_index(folder)
     path.unlink()
     with pytest.raises(ValueError, match=r"train holds no tokens: there is no index\.json"):
+        read_index(folder)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "end_of_text_id", "num_tokens", "num_documents"])
+def test_a_changed_digit_in_the_index_is_found(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "store" / "train"
+    write(folder)
+    path = folder / "index.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, name: record[name] + 1}))
+    with pytest.raises(
+        ValueError, match=r"index\.json is damaged \(ValueError: its SHA-256 is another\); remove"
+    ):
         read_index(folder)
