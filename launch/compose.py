@@ -290,3 +290,15 @@ def _hydra_problem(error: Exception) -> str:
     ]
     text = " ".join(line.strip() for line in lines[:3])
     return f"{key}: {text}; give it a value that stands by itself" if key else text
+
+
+def values_of(words: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE in Hydra's grammar, as for a run."""
+    from omegaconf import OmegaConf
+
+    for word in words:
+        if "=" not in word:
+            raise ValueError(f"{word}: expected KEY=VALUE, as in repeats=3")
+    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

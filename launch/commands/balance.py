@@ -94,7 +94,7 @@ def plan_from(words: Sequence[str]) -> BalancePlan:
 
     Raises ValueError: for an unknown key or a value that does not fit.
     """
-    from counterflow.launch.bench.run import values_of
+    from counterflow.launch.compose import values_of
 
     return from_mapping(BalancePlan, values_of(words))
 
