@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class CheckpointConfig:
     """When checkpoints are written, how many are kept, and where a run goes on from.
 
-    interval_steps: 0 saves at the end only. keep: newest checkpoints kept. resume: a run folder to go on from.
+    interval_steps: 0 saves at the end only. keep: newest checkpoints kept.
+    resume: a run's folder to go on from at its newest whole checkpoint, or the folder of one checkpoint.
+    allow_changes: settings of the model or the data, by full name, that may differ from what that was trained with.
     timeout_s: how long ranks wait for each other while one is saved or loaded, instead of comm.timeout_s.
     verify_checksums: on load, read every file once more and compare its crc32; sizes are always compared.
     """
@@ -18,6 +20,7 @@ class CheckpointConfig:
     interval_steps: int = 0
     keep: int = 2
     resume: str | None = None
+    allow_changes: tuple[str, ...] = ()
     verify_checksums: bool = True
     timeout_s: float = 1800.0
 

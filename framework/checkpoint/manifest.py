@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 import zlib
 from collections.abc import Mapping
@@ -52,12 +54,13 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What `metadata.json` says."""
+    """What `metadata.json` says. digest: sha256 of it as it was read, by which ranks tell that they read the same."""
 
     step: int
     num_ranks: int
     files: tuple[FileRecord, ...]
     metadata: dict[str, Any]
+    digest: str = ""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -79,16 +82,25 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
+def has_checkpoint_name(folder: Path) -> bool:
+    """Whether `folder` is named as `step_folder` names one."""
+    return _FOLDER.fullmatch(folder.name) is not None
+
+
 def temporary_of(folder: Path) -> Path:
     """A fresh name beside `folder` under which it is written, replaced or deleted."""
     return folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
+def leftovers(root: Path) -> list[Path]:
+    """What dead runs left half written under `root`, or what a living one is writing."""
+    return [path for path in root.iterdir() if _TEMPORARY.fullmatch(path.name)]
+
+
 def remove_leftovers(root: Path) -> None:
     """Delete what dead runs left half written under `root`; one run at a time may write there."""
-    for path in root.iterdir():
-        if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in leftovers(root):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> FileRecord:
@@ -128,7 +140,8 @@ def read_manifest(folder: Path) -> Manifest:
     Raises ValueError: where the format version is unknown. CheckpointError: where the manifest is damaged.
     """
     path = folder / MANIFEST
-    content = read_json(path)
+    data = _read_bytes(path)
+    content = _parse(path, data)
     version = content.get("format_version")
     if version is not None and version != FORMAT_VERSION:
         raise ValueError(
@@ -138,28 +151,78 @@ def read_manifest(folder: Path) -> Manifest:
     checksum = content.pop("crc32", None)
     if checksum != _checksum(content):
         raise CheckpointError(f"'{path}' is damaged: its content does not have the crc32 it states")
-    return Manifest(
-        step=content["step"],
-        num_ranks=content["num_ranks"],
-        files=tuple(
-            FileRecord(name=name, num_bytes=entry["bytes"], crc32=entry["crc32"])
-            for name, entry in content["files"].items()
-        ),
-        metadata=content["metadata"],
-    )
+    try:
+        manifest = Manifest(
+            step=_count(content["step"]),
+            num_ranks=_count(content["num_ranks"]),
+            files=tuple(
+                FileRecord(
+                    name=_plain_name(name), num_bytes=_count(entry["bytes"]), crc32=_count(entry["crc32"])
+                )
+                for name, entry in content["files"].items()
+            ),
+            metadata=dict(content["metadata"]),
+            digest=hashlib.sha256(data).hexdigest(),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"'{path}' is damaged: it is no manifest ({error})") from None
+    if manifest.step != step_of(folder):
+        raise CheckpointError(
+            f"'{folder}' holds step {manifest.step} and was renamed; call it "
+            f"'{step_folder(folder.parent, manifest.step).name}' again"
+        )
+    return manifest
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`. Raises CheckpointError: where the file is missing or holds something else."""
+    return _parse(path, _read_bytes(path))
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
-        content = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"'{path}' is missing") from None
-    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        _regular_size(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read ({error.strerror})") from None
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):  # JSONDecodeError and UnicodeDecodeError are the first
         raise CheckpointError(f"'{path}' is damaged: it is not valid JSON") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"'{path}' is damaged: it holds no JSON object")
     return content
+
+
+def _regular_size(path: Path) -> int:
+    """Bytes of the file `path`, which is itself in its folder: no link, which may lead out of it, and no pipe."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"'{path}' is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read ({error.strerror})") from None
+    if stat.S_ISLNK(status.st_mode):
+        raise CheckpointError(f"'{path}' is a symbolic link; put the file itself in its place")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"'{path}' is no regular file")
+    return status.st_size
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _plain_name(name: Any) -> str:
+    """`name`, where it is that of a file in the folder itself."""
+    if not isinstance(name, str) or name in ("", ".", "..", MANIFEST) or set(name) & set("/\\\0"):
+        raise ValueError(f"{name!r} is no file of the folder")
+    return name
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -177,10 +240,7 @@ def check_file(folder: Path, file: FileRecord, *, checksum: bool) -> None:
     Raises CheckpointError: naming the file and what is wrong with it.
     """
     path = folder / file.name
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise CheckpointError(f"'{path}' is missing") from None
+    size = _regular_size(path)
     if size != file.num_bytes:
         state = "truncated" if size < file.num_bytes else "too long"
         raise CheckpointError(f"'{path}' is {state}: it has {size} bytes and should have {file.num_bytes}")
@@ -188,19 +248,28 @@ def check_file(folder: Path, file: FileRecord, *, checksum: bool) -> None:
         raise CheckpointError(f"'{path}' is corrupt: its crc32 is {found:08x} and should be {file.crc32:08x}")
 
 
-def latest(root: Path, *, before: int | None = None) -> Path | None:
-    """The newest whole checkpoint under `root` (of a step below `before`); None where there is none.
+def newest(root: Path, *, before: int | None = None) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint under `root` (of a step below `before`), and what is wrong with those after it.
 
-    Whole: the manifest is sound and every file is there in its size. Temporary folders are passed over, damaged
-    ones too, with a warning. A checkpoint of an unknown format version is not damaged: `load` refuses it.
+    Whole: the manifest is sound and every file is there in its size. Temporary folders are passed over. A checkpoint
+    of an unknown format version is not damaged: `load` refuses it.
     """
+    problems: list[str] = []
     for folder in reversed(_folders(root)):
         if before is not None and step_of(folder) >= before:
             continue
-        if (problem := _problem(folder)) is None:
-            return folder
+        if (problem := whole_problem(folder)) is None:
+            return folder, problems
+        problems.append(problem)
+    return None, problems
+
+
+def latest(root: Path, *, before: int | None = None) -> Path | None:
+    """`newest`, with a warning for each checkpoint that it passes over; None where there is none."""
+    folder, problems = newest(root, before=before)
+    for problem in problems:
         logger.warning("passing over a damaged checkpoint: %s", problem)
-    return None
+    return folder
 
 
 def prune(root: Path, keep: int) -> None:
@@ -217,7 +286,7 @@ def prune(root: Path, keep: int) -> None:
             doomed = temporary_of(folder)
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-        elif _problem(folder) is None:
+        elif whole_problem(folder) is None:
             num_whole += 1
 
 
@@ -250,20 +319,14 @@ def remedy(folder: Path) -> str:
     """What to do about a damaged checkpoint: the newest older whole one, if there is one."""
     older = None
     with contextlib.suppress(ValueError, OSError):
-        older = latest(folder.parent, before=step_of(folder))
+        older, _ = newest(folder.parent, before=step_of(folder))
     if older is None:
         return "there is no older whole checkpoint beside it; start again, or restore the file from a copy"
-    return f"go on from the older checkpoint '{older}', which is whole"
+    return f"go on from the older checkpoint '{older}', which is whole (checkpoint.resume={older})"
 
 
-def _folders(root: Path) -> list[Path]:
-    """Visible checkpoint folders under `root`, by step."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=step_of)
-
-
-def _problem(folder: Path) -> str | None:
+def whole_problem(folder: Path) -> str | None:
+    """Why the checkpoint `folder` is not whole, by its manifest and the sizes of its files; None where it is."""
     try:
         for file in read_manifest(folder).files:
             check_file(folder, file, checksum=False)
@@ -274,13 +337,23 @@ def _problem(folder: Path) -> str | None:
     return None
 
 
+def _folders(root: Path) -> list[Path]:
+    """Visible checkpoint folders under `root`, by step."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if _FOLDER.fullmatch(path.name)), key=step_of)
+
+
 def _checksum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _file_crc32(path: Path) -> int:
     value, block = 0, memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(block):
-            value = zlib.crc32(block[:num_bytes], value)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while num_bytes := file.readinto(block):
+                value = zlib.crc32(block[:num_bytes], value)
+    except OSError as error:  # no permission, or a disk that gives it no more
+        raise CheckpointError(f"'{path}' cannot be read ({error.strerror})") from None
     return value

@@ -265,19 +265,26 @@ def _global_metadata(plans: Sequence[SavePlan]) -> dict[str, TensorStorageMetada
             known.chunks.append(data.chunk)
     for name, tensor in tensors.items():
         tensor.chunks.sort(key=lambda chunk: (tuple(chunk.offsets), tuple(chunk.sizes)))
-        # Matched against themselves, disjoint chunks give one overlap each.
-        if len(create_read_items_for_chunk_list(name, tensor, tensor.chunks)) != len(tensor.chunks):
-            raise ValueError(
-                f"tensor '{name}': shards overlap without being equal, so it is not known which value counts; save "
-                "copies as equal shards, or from one rank only"
-            )
-        held, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
-        if held != whole:
-            raise ValueError(
-                f"tensor '{name}' of shape {tuple(tensor.size)}: the ranks hold {held} of its {whole} elements; "
-                "each element must be in a shard of some rank"
-            )
+        if (problem := tiling_problem(tensor)) is not None:
+            raise ValueError(f"tensor '{name}'{problem}")
     return dict(sorted(tensors.items()))
+
+
+def tiling_problem(tensor: TensorStorageMetadata) -> str | None:
+    """Why the chunks of `tensor`, which lie inside it, do not make it up; None where they do."""
+    # Matched against themselves, disjoint chunks give one overlap each.
+    if len(create_read_items_for_chunk_list("", tensor, tensor.chunks)) != len(tensor.chunks):
+        return (
+            ": shards overlap without being equal, so it is not known which value counts; save copies as equal shards, "
+            "or from one rank only"
+        )
+    held, whole = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
+    if held != whole:
+        return (
+            f" of shape {tuple(tensor.size)}: the ranks hold {held} of its {whole} elements; each element must be in a "
+            "shard of some rank"
+        )
+    return None
 
 
 def _examples(names: Sequence[str]) -> str:

@@ -24,10 +24,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -41,14 +39,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from counterflow.framework.checkpoint.index import DTYPE_NAMES, Index, check_files, chunk_key, read_index
 from counterflow.framework.checkpoint.manifest import (
     INDEX,
     CheckpointError,
     FileRecord,
     Manifest,
-    check_file,
     publish,
-    read_json,
     read_manifest,
     remove_leftovers,
     step_of,
@@ -58,22 +55,6 @@ from counterflow.framework.checkpoint.manifest import (
 )
 from counterflow.framework.checkpoint.planner import narrow, num_bytes_of, tensor_data_of
 
-# Names of dtypes in the safetensors format (https://huggingface.co/docs/safetensors).
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 RANK_STATE = "rank_state"
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -149,7 +130,7 @@ class SafetensorsWriter(StorageWriter):
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             tensors[name] = {
-                "dtype": _DTYPE_NAMES[entry.properties.dtype],
+                "dtype": DTYPE_NAMES[entry.properties.dtype],
                 "shape": list(entry.size),
                 "chunks": [
                     [file_of[name, number], list(chunk.offsets), list(chunk.sizes)]
@@ -178,15 +159,22 @@ class SafetensorsReader(StorageReader):
     """DCP storage: checks the files of a checkpoint, then reads the chunks a plan asks for."""
 
     manifest: Manifest
+    _index: Index
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None, *, verify_checksums: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        group: dist.ProcessGroup | None,
+        *,
+        verify_checksums: bool,
+        digest: str | None = None,
+    ) -> None:
         self._folder = folder
         self._rank = 0 if group is None else dist.get_rank(group)
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
         self._verify_checksums = verify_checksums
+        self._digest = digest
         self._error: Exception | None = None
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._files: dict[str, list[str]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -194,18 +182,22 @@ class SafetensorsReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         # DCP logs what is raised here and carries on with something else, so it is raised one call later.
         try:
-            self._read_index()
+            self.manifest = read_manifest(self._folder)
+            if self._digest not in (None, self.manifest.digest):
+                raise CheckpointError(f"'{self._folder}' was replaced by another checkpoint of its step")
+            self._index = read_index(self._folder, self.manifest)
         except Exception as error:
             self._error = error
-        return Metadata(dict(self._tensors))
+            return Metadata({})
+        return Metadata(dict(self._index.tensors))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         if self._error is not None:
             raise self._error
-        for file in self.manifest.files[self._rank :: self._num_ranks]:
-            check_file(self._folder, file, checksum=self._verify_checksums)
+        part = slice(self._rank, None, self._num_ranks)
+        check_files(self._folder, self.manifest, self._index, part=part, checksum=self._verify_checksums)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -218,7 +210,7 @@ class SafetensorsReader(StorageReader):
         for item in plan.items:
             index = item.storage_index
             assert index.index is not None
-            per_file.setdefault(self._files[index.fqn][index.index], []).append(item)
+            per_file.setdefault(self._index.files[index.fqn][index.index], []).append(item)
         for name, items in per_file.items():
             with safe_open(self._folder / name, framework="pt") as file:
                 for item in items:
@@ -235,25 +227,9 @@ class SafetensorsReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
-    def _read_index(self) -> None:
-        self.manifest = read_manifest(self._folder)
-        for file in self.manifest.files:
-            if file.name == INDEX:
-                check_file(self._folder, file, checksum=True)
-        for name, entry in read_json(self._folder / INDEX)["tensors"].items():
-            self._files[name] = [file for file, _, _ in entry["chunks"]]
-            self._tensors[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=_DTYPES[entry["dtype"]]),
-                size=torch.Size(entry["shape"]),
-                chunks=[
-                    ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                    for _, offsets, sizes in entry["chunks"]
-                ],
-            )
-
     def _key(self, index: MetadataIndex) -> str:
         assert index.index is not None
-        return _chunk_key(index.fqn, self._tensors[index.fqn].chunks[index.index])
+        return chunk_key(index.fqn, self._index.tensors[index.fqn].chunks[index.index])
 
 
 def file_name(rank: int) -> str:
@@ -261,20 +237,14 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _chunk_key(name: str, chunk: ChunkStorageMetadata) -> str:
-    """The key of a chunk in its file, such as `model.norm.weight[0:64]`; unique, as chunks do not overlap."""
-    ranges = (f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    return f"{name}[{','.join(ranges)}]"
-
-
 def _dtype_name(item: WriteItem) -> str:
     dtype = tensor_data_of(item).properties.dtype
-    if dtype not in _DTYPE_NAMES:
+    if dtype not in DTYPE_NAMES:
         raise ValueError(
             f"tensor '{item.index.fqn}' has dtype {dtype}, which a checkpoint does not hold; convert it to one of "
-            f"{', '.join(str(known).removeprefix('torch.') for known in _DTYPE_NAMES)}"
+            f"{', '.join(str(known).removeprefix('torch.') for known in DTYPE_NAMES)}"
         )
-    return _DTYPE_NAMES[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def _header(items: Sequence[WriteItem], rank_state: Mapping[str, Any] | None) -> bytes:
@@ -286,7 +256,7 @@ def _header(items: Sequence[WriteItem], rank_state: Mapping[str, Any] | None) ->
     for item in items:
         begin, end = end, end + num_bytes_of(item)
         chunk = tensor_data_of(item).chunk
-        entries[_chunk_key(item.index.fqn, chunk)] = {
+        entries[chunk_key(item.index.fqn, chunk)] = {
             "dtype": _dtype_name(item),
             "shape": list(chunk.sizes),
             "data_offsets": [begin, end],

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from counterflow.framework.checkpoint.agreement import by_rank, on_all, place_in
+from counterflow.framework.checkpoint.index import check_files, read_index
 from counterflow.framework.checkpoint.manifest import (
     CheckpointError,
     check_file,
@@ -74,23 +76,45 @@ def load(
     verify_checksums: bool = True,
     partial: bool = False,
     optional: tuple[str, ...] = (),
+    digest: str | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of `shards` in place from the checkpoint `folder`, and return its metadata and `step`.
 
     Any layout loads what any layout saved. Every file is checked before the first tensor is touched: its size,
     and with `verify_checksums` its crc32, each file by one rank. Floating-point dtypes are converted to that of
     the shard. group: None is this process alone. partial: leave aside tensors that no rank asks for; optional: only
-    those whose names begin so.
+    those whose names begin so. digest: of the manifest that was agreed on.
 
     Raises, on every rank alike, ValueError: where a tensor is missing or has another shape, the checkpoint has
     tensors that no rank asks for, or an unknown format version. CheckpointError: where a file is damaged,
     naming it and an older whole checkpoint.
     """
-    reader = SafetensorsReader(folder, group, verify_checksums=verify_checksums)
+    reader = SafetensorsReader(folder, group, verify_checksums=verify_checksums, digest=digest)
     planner = ShardLoadPlanner(shards, checkpoint=str(folder), partial=partial, optional=optional)
     with _agreed_errors(f"checkpoint '{folder}' was not loaded", lambda: remedy(folder)):
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
     return {"step": reader.manifest.step, **reader.manifest.metadata}
+
+
+def damage(folder: Path, group: dist.ProcessGroup | None, *, checksums: bool = True) -> str | None:
+    """What is wrong with the checkpoint `folder`, the same on every rank; None where it is sound.
+
+    Each file is read by one rank of `group`: its size, what it holds, and with `checksums` its crc32.
+    Raises ValueError: where the format version is unknown.
+    """
+
+    rank, num_ranks = place_in(group)
+
+    def check() -> None:
+        manifest = read_manifest(folder)
+        part = slice(rank, None, num_ranks)
+        check_files(folder, manifest, read_index(folder, manifest), part=part, checksum=checksums)
+
+    try:
+        on_all(check, group)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def read_rank_state(folder: Path, rank: int, num_ranks: int) -> dict[str, Any] | None:
@@ -123,21 +147,12 @@ def _agreed_errors(what: str, advice: Callable[[], str]) -> Iterator[None]:
                 raise cause from None
             text = str(cause) if isinstance(cause, ValueError | CheckpointError) else repr(cause)
             ranks_of.setdefault(text, []).append(rank)
-        texts = [f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
-        if len(texts) > 3:
-            texts[3:] = [f"and {len(texts) - 3} more"]
-        message = f"{what}: {'; '.join(texts)}"
+        message = f"{what}: {by_rank(ranks_of)}"
         causes = [cause for cause, _ in error.failures.values()]
         if all(isinstance(cause, ValueError) for cause in causes):
             raise ValueError(message) from None
         expected = all(isinstance(cause, ValueError | CheckpointError) for cause in causes)
         raise CheckpointError(f"{message}; {advice()}") from (None if expected else error)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:4]))}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"
 
 
 def _still_there(folder: Path) -> str:

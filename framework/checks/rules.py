@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import gcd
 
 from counterflow.framework.config.compositions import refused
+from counterflow.framework.config.mapping import dotted_names, unknown_key
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.planning.step_sizes import build_schedule
@@ -29,6 +30,11 @@ def check(config: TrainConfig) -> None:
     problems += _engine_problems(config)
     problems += _optimizer_offload_problems(config)
     problems += _compression_problems(config)
+    problems += [
+        f"checkpoint.allow_changes: {unknown_key(name, dotted_names(TrainConfig))}"
+        for name in config.checkpoint.allow_changes
+        if name not in dotted_names(TrainConfig)
+    ]
     if not 0 <= config.seed < 1 << 63:
         problems.append(f"seed={config.seed}: a whole number from 0 to 2^63 - 1")
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from counterflow.framework.checkpoint.manifest import prune, read_metadata, step_folder, step_of
+from counterflow.framework.checkpoint.manifest import prune, step_folder, step_of
 from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, read_rank_state, save
@@ -19,7 +19,9 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.experts.routing import routing_state
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.resume import checkpoint_to_resume, checkpoints_of, resume_problems
+from counterflow.framework.trainer.resume import resume_notes, resume_problems
+from counterflow.framework.trainer.resume_settings import settings_of
+from counterflow.framework.trainer.resume_source import agreed_checkpoint, checkpoints_of, clean_leftovers
 from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.collectives import set_timeout
 
@@ -123,6 +125,8 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         "batching": assembly.config.data.batching,
         "tokens_per_step": assembly.config.data.tokens_per_step,
         "num_experts": assembly.config.model.moe.num_experts,
+        "settings": settings_of(assembly.config),
+        "config": dict(run.config_values),  # for who reads it alone: nothing is compared with it
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
@@ -168,19 +172,27 @@ def goes_on_compressed(assembly: Assembly, saved: Mapping[str, Any]) -> bool:
 
 
 def resume(assembly: Assembly, run: RunContext) -> int:
-    """Load the newest whole checkpoint of the run to go on from; the first step to do.
+    """Load the checkpoint to go on from, which rank 0 chooses; the first step to do.
 
-    Raises ValueError: where that run has no checkpoint, trained on other data or another global batch, or has
-    no steps left to do.
+    Raises ValueError: where there is none, it was trained with another model, other data or another global batch, or
+    it has no steps left to do. CheckpointError: where it is damaged, or ranks see different ones.
     """
     source = assembly.config.checkpoint.resume
     if source is None:
         return 0
-    folder = checkpoint_to_resume(source)
-    saved = read_metadata(folder)
-    problems = resume_problems(assembly.config, folder, saved, run.data.content_hash)
+    config, world = assembly.config, assembly.mesh.world
+    with patient(assembly, f"while the checkpoints of {source} were read"):
+        folder, manifest = agreed_checkpoint(
+            source, world, verify_checksums=config.checkpoint.verify_checksums
+        )
+    saved = manifest.metadata
+    problems = resume_problems(config, folder, saved, run.data.content_hash)
     if problems:
         raise ConfigError(problems)
+    if assembly.mesh.rank == 0:
+        clean_leftovers(source)
+        for note in resume_notes(config, folder, saved):
+            logger.warning("%s", note)
     if assembly.balancer is not None and "balance" in saved:
         # Before anything is loaded: what goes into a slot depends on whose it is.
         assembly.balancer.restore(saved["balance"], assembly)
@@ -191,11 +203,12 @@ def resume(assembly: Assembly, run: RunContext) -> int:
         metadata = load(
             folder,
             shards,
-            group=assembly.mesh.world,
-            verify_checksums=assembly.config.checkpoint.verify_checksums,
+            group=world,
+            verify_checksums=False,  # every file has been read
             optional=(_COMPRESSION,),
+            digest=manifest.digest,
         )
-        dist.barrier(group=assembly.mesh.world)
+        dist.barrier(group=world)
     num_updates = metadata.get("num_updates", metadata["num_steps"])
     assembly.optimizer.restore(num_updates)
     if "guard" in metadata:

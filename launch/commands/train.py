@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from counterflow.framework.errors import ConfigError, RunFailedError, RunInterru
 from counterflow.framework.metrics.sinks import check_logger
 from counterflow.framework.redaction import without_secrets
 from counterflow.framework.trainer.run import RunContext
+from counterflow.framework.trainer.run_lock import LOCK_FILE, LockedError, RunLock, holder_of
 from counterflow.launch.compose import config_file_text
 from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
 from counterflow.launch.ranks.environment import JoinedRank, joined_rank, restart_problem, socket_environment
@@ -68,26 +70,28 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     check(config)
     _check_environment(config, joined)
     if joined is not None:
-        return _join(config, options, joined, started_at)
+        with ExitStack() as held:
+            return _join(config, options, joined, started_at, held)
 
     from counterflow.launch.ranks.elastic import run_local
 
-    context = prepare_run(config, options, started_at)
-    num_ranks = config.parallel.world_size
-    _say(f"run folder {short_path(context.run_dir)}, {num_ranks} local rank{'s' * (num_ranks > 1)}")
-    from counterflow.framework.trainer.loop import (
-        run_rank,  # what the ranks need is imported once, before they are forked
-    )
+    with ExitStack() as held:
+        context = prepare_run(config, options, started_at, held=held)
+        num_ranks = config.parallel.world_size
+        _say(f"run folder {short_path(context.run_dir)}, {num_ranks} local rank{'s' * (num_ranks > 1)}")
+        from counterflow.framework.trainer.loop import (
+            run_rank,  # what the ranks need is imported once, before they are forked
+        )
 
-    results = run_local(
-        run_rank,
-        (config, context),
-        num_ranks=num_ranks,
-        run_dir=context.run_dir,
-        threads_per_rank=config.launcher.threads_per_rank,
-        grace_s=config.launcher.grace_s,
-    )
-    return _summary(results[0], context)
+        results = run_local(
+            run_rank,
+            (config, context),
+            num_ranks=num_ranks,
+            run_dir=context.run_dir,
+            threads_per_rank=config.launcher.threads_per_rank,
+            grace_s=config.launcher.grace_s,
+        )
+        return _summary(results[0], context)
 
 
 def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datetime | None = None) -> Path:
@@ -97,8 +101,8 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
     """
     try:
         if out is not None:
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
-                raise ConfigError([f"--out {out}: it is there already and not empty; name a new folder"])
+            if out.exists():
+                _check_empty(out)
             out.mkdir(parents=True, exist_ok=True)
             return out.resolve()
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -118,6 +122,45 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
         ) from error
 
 
+def _check_empty(out: Path) -> None:
+    """Raises ConfigError: where `out` holds anything but the lock of a run that got no further."""
+    if out.is_dir() and all(path.name == LOCK_FILE for path in out.iterdir()):
+        return
+    holder = holder_of(out)
+    if holder is not None and holder.state != "gone":
+        raise ConfigError([f"--out {out}: {holder} writes a run there; name a new folder"])
+    raise ConfigError(
+        [
+            f"--out {out}: it is there already and not empty; name a new folder (a run that was saved there goes on "
+            f"in another one with checkpoint.resume={out})"
+        ]
+    )
+
+
+def lock_run_dir(run_dir: Path, out: Path | None) -> RunLock:
+    """The lock of a folder that `make_run_dir` gave, held until it is released.
+
+    Raises ConfigError: where another run holds it, or had it since and left its files.
+    """
+    try:
+        lock = RunLock(run_dir)
+    except LockedError as error:
+        raise ConfigError([str(error)]) from None
+    except OSError as error:
+        raise ConfigError(
+            [f"{run_dir}: no lock can be written there: {error}; name a folder that you may write to"]
+        ) from error
+    try:
+        if out is not None:
+            _check_empty(out)
+    except BaseException:
+        lock.release()
+        raise
+    if lock.taken_over is not None:
+        _say(f"{run_dir}: taken over from {lock.taken_over}, which has ended without giving it free")
+    return lock
+
+
 def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedRank | None) -> None:
     """A job goes on from a checkpoint only where it is told to.
 
@@ -135,7 +178,7 @@ def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedR
 
 def _earlier_run(config: TrainConfig, options: LaunchOptions) -> str | None:
     """The newest run of this config that has a whole checkpoint."""
-    from counterflow.framework.trainer.resume import checkpoint_to_resume
+    from counterflow.framework.trainer.resume_source import checkpoint_to_resume
 
     runs_dir = Path(config.launcher.runs_dir).expanduser()
     named = sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
@@ -153,7 +196,7 @@ def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
         problems.append(
             f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
-            "runs/20260131-120000-1a2b3c4d"
+            "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
         )
     elif config.checkpoint.resume is not None:
         problems += _resume_problems(config, config.checkpoint.resume)
@@ -193,14 +236,16 @@ def _folder_problems(config: TrainConfig) -> list[str]:
 
 def _resume_problems(config: TrainConfig, source: str) -> list[str]:
     """What can be known without the data; whether the tensors fit shows when they are loaded."""
-    from counterflow.framework.checkpoint.manifest import read_metadata
-    from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
+    from counterflow.framework.checkpoint.manifest import CheckpointError, read_metadata
+    from counterflow.framework.trainer.resume import resume_problems
+    from counterflow.framework.trainer.resume_source import checkpoint_to_resume
 
     try:
         folder = checkpoint_to_resume(source)
-    except ValueError as error:
+        metadata = read_metadata(folder)
+    except (ValueError, CheckpointError) as error:
         return [str(error)]
-    return resume_problems(config, folder, read_metadata(folder))
+    return resume_problems(config, folder, metadata)
 
 
 def prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
@@ -228,24 +273,38 @@ def prepare_data(config: TrainConfig, *, show: bool) -> PreparedData:
 
 
 def prepare_run(
-    config: TrainConfig, options: LaunchOptions, started_at: float, *, kind: str = ""
+    config: TrainConfig,
+    options: LaunchOptions,
+    started_at: float,
+    *,
+    kind: str = "",
+    held: ExitStack | None = None,
 ) -> RunContext:
     """Prepare the data, then make the run's folder with its config.yaml: a mistake in the data leaves no folder.
 
-    kind: what the folder's name says beside time and hash, for commands other than train.
+    kind: what the folder's name says beside time and hash, for commands other than train. held: what keeps the
+    folder's lock until it is closed; None gives it free once config.yaml is there.
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
-    return _new_run(config, options, prepare_data(config, show=True), started_at, kind)
+    return _new_run(config, options, prepare_data(config, show=True), started_at, kind, held=held)
 
 
 def _new_run(
-    config: TrainConfig, options: LaunchOptions, data: PreparedData, started_at: float, kind: str = ""
+    config: TrainConfig,
+    options: LaunchOptions,
+    data: PreparedData,
+    started_at: float,
+    kind: str = "",
+    *,
+    held: ExitStack | None,
 ) -> RunContext:
     digest = config_hash(config)
     label = "-".join(filter(None, (kind, digest[:8])))
     run_dir = make_run_dir(Path(config.launcher.runs_dir).expanduser(), label, options.out)
-    (run_dir / "config.yaml").write_text(config_file_text(config, options.command, options.config_values))
+    with ExitStack() as briefly:
+        (held or briefly).enter_context(lock_run_dir(run_dir, options.out))
+        (run_dir / "config.yaml").write_text(config_file_text(config, options.command, options.config_values))
     return RunContext(
         run_dir=run_dir,
         data=data,
@@ -258,9 +317,9 @@ def _new_run(
 
 
 def _join(
-    config: TrainConfig, options: LaunchOptions, joined: JoinedRank, started_at: float
+    config: TrainConfig, options: LaunchOptions, joined: JoinedRank, started_at: float, held: ExitStack
 ) -> dict[str, Any] | None:
-    """Be one rank of an environment that somebody else started; rank 0 makes the run's folder and shares it."""
+    """Be one rank of an environment that somebody else started; rank 0 makes, locks and shares the run's folder."""
     rank = joined.rank
     if joined.world_size != config.parallel.world_size:
         problem = (
@@ -283,7 +342,10 @@ def _join(
     # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
     store = open_store(joined, config.comm.timeout_s)
     council = Council(store, rank=rank, world_size=joined.world_size)
-    context = (_lead if rank == 0 else _follow)(config, options, council, joined, started_at)
+    if rank == 0:
+        context = _lead(config, options, council, joined, started_at, held)
+    else:
+        context = _follow(config, options, council, joined, started_at)
     from counterflow.framework.trainer.loop import run_rank
 
     if config.launcher.threads_per_rank is not None:
@@ -298,7 +360,12 @@ def _join(
 
 
 def _lead(
-    config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
+    config: TrainConfig,
+    options: LaunchOptions,
+    council: Council,
+    joined: JoinedRank,
+    started_at: float,
+    held: ExitStack,
 ) -> RunContext:
     """Rank 0: compare what all ranks say, first their configs and then their data, and make the run's folder."""
     try:
@@ -308,7 +375,7 @@ def _lead(
         council.answer("prepared", {})
         council.say("data", _data_facts(config, data, joined))
         council.agree("data", _PREPARE_TIMEOUT, _data_problems)
-        context = _new_run(config, options, data, started_at)
+        context = _new_run(config, options, data, started_at, held=held)
     except BaseException as error:
         council.dismiss(error, ("prepared", "run"))
         raise

@@ -21,7 +21,8 @@ from counterflow.framework.planning.workload import Workload
 from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
-from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
+from counterflow.framework.trainer.resume import resume_problems
+from counterflow.framework.trainer.resume_source import checkpoint_to_resume
 from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.simulate import simulate

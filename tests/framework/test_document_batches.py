@@ -15,7 +15,8 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.data.shards import SplitWriter
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.resume import checkpoint_to_resume, resume_problems
+from counterflow.framework.trainer.resume import resume_problems
+from counterflow.framework.trainer.resume_source import checkpoint_to_resume
 from tests.framework.test_batch_ramp import run_steps
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, run_context, tiny_config

@@ -17,7 +17,7 @@ from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.checkpointing import save_state
 from counterflow.framework.trainer.export import export_checkpoint, model_state
 from counterflow.framework.trainer.loop import train
-from counterflow.framework.trainer.resume import checkpoints_of
+from counterflow.framework.trainer.resume_source import checkpoints_of
 from counterflow.models.hf.weights import to_hf
 from tests.framework.trainer.test_rebalance import whole_state
 from tests.models.hf.model import loaded

@@ -17,6 +17,7 @@ import yaml
 
 from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.errors import ConfigError
+from counterflow.framework.trainer.run_lock import LOCK_FILE
 from counterflow.launch.cli import main
 from counterflow.launch.commands.train import make_run_dir
 from counterflow.launch.compose import compose_config
@@ -80,7 +81,7 @@ def test_a_folder_that_ranks_cannot_write_to_is_refused(
 
 
 def test_a_run_of_two_ranks(tmp_path: Path, cache: str) -> None:
-    overrides = [*_TINY, cache, "parallel.data_parallel_size=2"]
+    overrides = [*_TINY, cache, "parallel.data_parallel_size=2", "checkpoint.enabled=true"]
     done = run_command(["train", "--json", "--out", str(tmp_path / "run"), *overrides], tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -94,10 +95,61 @@ def test_a_run_of_two_ranks(tmp_path: Path, cache: str) -> None:
     text = (tmp_path / "run" / "config.yaml").read_text()
     assert result["config_hash"] == config_hash(config)
     assert text.startswith(f"# config hash {config_hash(config)}\n# counterflow train --json --out ")
-    assert yaml.safe_load(text)["parallel"]["data_parallel_size"] == 2
+    written = yaml.safe_load(text)
+    assert written["parallel"]["data_parallel_size"] == 2
+    (manifest,) = (tmp_path / "run" / "checkpoints").glob("step-*/metadata.json")
+    assert json.loads(manifest.read_text())["metadata"]["config"] == written
     assert not [
-        path.name for path in (tmp_path / "run").iterdir() if path.name.startswith((".ranks", "rank-"))
+        path.name
+        for path in (tmp_path / "run").iterdir()
+        if path.name.startswith((".ranks", "rank-", LOCK_FILE))
     ]
+
+
+def test_a_folder_has_one_run_at_a_time(
+    tmp_path: Path, cache: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    command = ["train", *_TINY, cache, "--out", str(out)]
+
+    def second_start(entry: object, args: object, **_: object) -> list[None]:
+        """In place of the first one's ranks."""
+        before = (out / "config.yaml").read_text()
+        assert main([*command, "seed=1"]) == 2
+        (out / "config.yaml").unlink()  # as if the first had not come so far
+        assert main([*command, "seed=1"]) == 2
+        assert sorted(path.name for path in out.iterdir()) == [LOCK_FILE]
+        (out / "config.yaml").write_text(before)
+        return [None]
+
+    monkeypatch.setattr("counterflow.launch.ranks.elastic.run_local", second_start)
+    assert main(command) == 0
+    err = capfd.readouterr().err
+    holder = f"process {os.getpid()} on host {socket.gethostname()}"
+    assert f"error: --out {out}: {holder} writes a run there; name a new folder" in err
+    assert f"error: {out}: {holder} writes there; wait for its end, or name another folder" in err
+    assert [path.name for path in out.iterdir()] == ["config.yaml"]
+
+
+def test_the_folder_of_a_run_that_died_at_its_start_is_taken_over(
+    tmp_path: Path, cache: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("counterflow.launch.ranks.elastic.run_local", lambda *_, **__: [None])
+    died = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, pathlib, counterflow.framework.trainer.run_lock as it\n"
+            f"lock = it.RunLock(pathlib.Path({str(tmp_path)!r}))\nos.kill(os.getpid(), 9)",
+        ],
+        cwd=_ROOT,
+        check=False,
+    )
+    assert died.returncode == -9
+    assert main(["train", *_TINY, cache, "--out", str(tmp_path)]) == 0
+    assert f"{tmp_path}: taken over from process" in capfd.readouterr().err
+    assert main(["train", *_TINY, cache, "--out", str(tmp_path)]) == 2
+    assert f"goes on in another one with checkpoint.resume={tmp_path}" in capfd.readouterr().err
 
 
 def _free_port() -> int:
@@ -134,7 +186,8 @@ def _joined(
             [
                 sys.executable,
                 "-m",
-                "counterflow.launch.commands.train",
+                "counterflow",
+                "train",
                 "--json",
                 f"launcher.runs_dir={tmp_path}",
                 *overrides,
@@ -227,7 +280,7 @@ def test_a_restarted_job_is_refused_and_its_run_is_named(
             raise ValueError("none")
         return Path(source)
 
-    monkeypatch.setattr("counterflow.framework.trainer.resume.checkpoint_to_resume", whole)
+    monkeypatch.setattr("counterflow.framework.trainer.resume_source.checkpoint_to_resume", whole)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(["train", *overrides]) == 2
     error = capfd.readouterr().err
