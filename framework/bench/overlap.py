@@ -33,10 +33,10 @@ from counterflow.parallel.expert.exchange import (
 from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.ops.weight_grad import WeightGradStore
-from counterflow.parallel.pipeline.adoption import adopt
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
+from counterflow.parallel.pipeline.runtime.adoption import adopt
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage

@@ -17,8 +17,9 @@ from counterflow.models.moe import MoE
 from counterflow.models.transformer import materialize
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.expert.exchange import ExpertParallel, even_placement
-from counterflow.parallel.ops.weight_grad import WeightGradStore, adopt
+from counterflow.parallel.ops.weight_grad import WeightGradStore
 from counterflow.parallel.parameters import placement_of
+from counterflow.parallel.pipeline.runtime.adoption import adopt
 from tests.models.placement import assert_close_to_scale, grad_of, slice_of
 from tests.rank_pool import RankPool
 

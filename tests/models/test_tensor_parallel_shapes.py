@@ -13,8 +13,9 @@ from counterflow.models.config import ModelConfig, MoEConfig
 from counterflow.models.transformer import TransformerBlock, TransformerStage, materialize
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
-from counterflow.parallel.ops.weight_grad import WeightGradStore, adopt
+from counterflow.parallel.ops.weight_grad import WeightGradStore
 from counterflow.parallel.parameters import placement_of
+from counterflow.parallel.pipeline.runtime.adoption import adopt
 from tests.models.hf import tiny_shapes
 from tests.models.hf.model import build, router_biases, sample
 from tests.models.hf.tiny_shapes import VOCAB

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from counterflow.parallel.ops.weight_grad import WeightGradStore
-from counterflow.parallel.pipeline.adoption import Adoption, adopt, release
 from counterflow.parallel.pipeline.gradient_sum import GradientSum
+from counterflow.parallel.pipeline.runtime.adoption import Adoption, adopt, release
 from counterflow.parallel.pipeline.runtime.boundary import (
     Entrance,
     edges_of,

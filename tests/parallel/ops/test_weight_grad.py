@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from counterflow.parallel.ops.weight_grad import WeightGradStore, split_grouped_linear, split_linear
-from counterflow.parallel.pipeline.adoption import adopt
+from counterflow.parallel.pipeline.runtime.adoption import adopt
 
 
 def make_store() -> WeightGradStore:
