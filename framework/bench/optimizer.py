@@ -27,7 +27,7 @@ from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 
 _SHAPE = (1, 8, 64)
 _WIDTH = 64

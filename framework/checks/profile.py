@@ -30,7 +30,7 @@ from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost
 from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 
 # Whether each of its layers has experts and what it recomputes, and whether it is the first and the last stage.
 StageShape = tuple[tuple[tuple[bool, Parts], ...], bool, bool]

@@ -248,9 +248,7 @@ def _balance_problems(config: TrainConfig) -> list[str]:
             f"balance.num_redundant_experts={spare}: they hold copies of other ranks' experts, and "
             "parallel.expert_parallel_size=1; set that to 2 or more, or balance.num_redundant_experts=0"
         ]
-    if interval_steps == 0 and spare == 0:
-        return []
-    if size == 1:
+    if interval_steps and size == 1:
         return [
             f"balance.interval_steps={interval_steps}: experts move between the ranks of the expert axis, and "
             "parallel.expert_parallel_size=1; set that to 2 or more, or balance.interval_steps=0"

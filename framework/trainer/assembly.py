@@ -22,7 +22,7 @@ from counterflow.parallel.pipeline.analysis.simulate import simulate
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.schedules.registry import bubble_formula
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 from counterflow.parallel.pipeline.runtime.payload import payload_of
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 
 logger = logging.getLogger(__name__)
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

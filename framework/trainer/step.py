@@ -20,7 +20,7 @@ from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import all_reduce
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
-from counterflow.parallel.zero.unit import add_tied_gradients
+from counterflow.parallel.zero.stage import add_tied_gradients
 
 
 class TokenLoss:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.checks.rules import check, check_workload
 from counterflow.framework.config.mapping import config_hash, to_mapping
+from counterflow.framework.config.no_effect import without_effect
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_identity, device_problems, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
@@ -68,6 +69,9 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     joined = joined_rank(os.environ)
     _refuse_restart(config, options, joined)
     check(config)
+    if joined is None or joined.rank == 0:
+        for sentence in without_effect(config):
+            _say(f"warning: {sentence}")
     _check_environment(config, joined)
     if joined is not None:
         with ExitStack() as held:

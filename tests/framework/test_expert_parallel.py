@@ -27,7 +27,7 @@ from counterflow.parallel.collectives import Axis
 from counterflow.parallel.mesh import Mesh, MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
 from tests.tiny import MIXTURES, merged, run_context, tiny_config

@@ -35,7 +35,7 @@ from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.ir.text import to_csv
 from counterflow.parallel.pipeline.schedules.registry import generate
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 

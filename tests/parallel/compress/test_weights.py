@@ -13,7 +13,7 @@ from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.parameters import ParameterPlacement, place
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 
 BLOCK = 16

@@ -18,7 +18,7 @@ from counterflow.parallel.expert.placement import ExpertsByRank
 from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place, placement_of
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 
 NUM_EXPERTS = 6

@@ -14,7 +14,8 @@ from counterflow.parallel.collectives import Axis
 from counterflow.parallel.parameters import ParameterPlacement, place
 from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import FlatUnit, ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
+from counterflow.parallel.zero.unit import FlatUnit
 from tests.rank_pool import RankPool
 
 WIDTH = 5

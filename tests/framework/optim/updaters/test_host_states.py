@@ -21,7 +21,7 @@ from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.zero.config import ZeroConfig
-from counterflow.parallel.zero.unit import ShardedStage
+from counterflow.parallel.zero.stage import ShardedStage
 from tests.framework.optim.updaters.test_updater import parts_of, run_updater, torch_reference
 from tests.rank_pool import RankPool
 
