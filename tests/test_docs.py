@@ -174,7 +174,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_the_readmes_table_is_the_codes() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_table_of_compositions_is_the_codes() -> None:
+    text = (ROOT / "docs" / "compositions.md").read_text()
     table = text.split("<!-- compositions -->\n")[1].split("<!-- /compositions -->")[0]
     assert table == to_markdown()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_modules_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    folders = "framework|models|parallel|launch|tests|conf"
+    paths = set(re.findall(rf"`((?:{folders})/[\w/.-]+\.(?:py|yaml|txt))`", text))
+    modules = set(re.findall(r"counterflow(?:\.(?:framework|models|parallel|launch)(?:\.[a-z_0-9]+)*)", text))
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    for module in modules:
+        path = ROOT / module.removeprefix("counterflow.").replace(".", "/")
+        # The last name may be a function of the module.
+        if not (path.is_dir() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()):
+            missing.append(module)
+    assert not missing
