@@ -25,6 +25,7 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.deepspeed.config import deepspeed_config
 from counterflow.framework.deepspeed.start import start
 from counterflow.framework.optim.optimizer import ModelOptimizer, sum_of_squares
+from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.mesh import Mesh
@@ -137,8 +138,8 @@ class EngineOptimizer(ModelOptimizer):
             engine.optimizer.register_step_pre_hook(self._clip_at_stage_0)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> float:
-        """Reduce what is not reduced yet, clip and update; returns the gradient norm before clipping.
+    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> StepVerdict:
+        """Reduce what is not reduced yet, clip and update; the norm is that before clipping.
 
         Raises FloatingPointError: where the norm is not finite. From stage 1 on the engine has updated by then.
         """
@@ -154,7 +155,7 @@ class EngineOptimizer(ModelOptimizer):
                 "are not sound any more; lower optimizer.base_lr or lengthen the warm-up, and start again"
             )
         self.num_steps += 1
-        return norm
+        return StepVerdict(grad_norm=norm)
 
     def close(self) -> None:
         self._engine.destroy()

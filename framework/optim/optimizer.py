@@ -24,7 +24,7 @@ from torch import Tensor
 
 from counterflow.framework.optim.config import OptimizerConfig
 from counterflow.framework.optim.rollback import Rollback
-from counterflow.framework.optim.step_guard import StepGuard
+from counterflow.framework.optim.step_guard import StepGuard, StepVerdict
 from counterflow.framework.optim.updaters.updater import Part, TorchAdamW, Updater
 from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
@@ -43,10 +43,9 @@ class OwnedFragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What became of a step that was made ahead: its norm before clipping, and whether it was undone, and done again
-    or, as `guard.last` says, skipped."""
+    """What became of a step that was made ahead, and whether it was undone, and done again or skipped."""
 
-    norm: float
+    verdict: StepVerdict
     is_redone: bool
 
 
@@ -174,18 +173,19 @@ class ModelOptimizer:
         return math.sqrt(squares), sum(loss)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> float:
-        """Clip, update the masters and publish them; returns the gradient norm before clipping.
+    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> StepVerdict:
+        """Clip, update the masters and bring them to the parameters; the norm is that before clipping.
 
-        loss: this rank's part of it. Where the guard says so the step is skipped, and `guard.last` is why.
+        loss: this rank's part of it. Where the guard says so the step is skipped.
         Raises FloatingPointError: where the norm is not finite and that is not to be skipped; nothing was updated.
         """
         assert not self.is_ahead, "the step before has to be validated first"
         with _recorded(recorder, Activity.COLLECTIVE_WAIT):
             norm, total = self._wait(self._start_norm(loss))
-        if self.guard.judge(total, norm, self.num_steps) is None:
+        skipped = self.guard.judge(total, norm, self.num_steps)
+        if skipped is None:
             self._finish(norm, learning_rate)
-        return norm
+        return StepVerdict(grad_norm=norm, skipped=skipped)
 
     @property
     def can_step_ahead(self) -> bool:
@@ -221,12 +221,14 @@ class ModelOptimizer:
         with _recorded(recorder, Activity.COLLECTIVE_WAIT):
             norm, loss = self._wait(ahead.norm)
         error: FloatingPointError | None = None
+        verdict = StepVerdict(grad_norm=norm)
         try:
-            is_made = self.guard.judge(loss, norm, self.num_steps - 1) is None
+            verdict = StepVerdict(grad_norm=norm, skipped=self.guard.judge(loss, norm, self.num_steps - 1))
         except FloatingPointError as raised:
-            error, is_made = raised, False
+            error = raised
+        is_made = error is None and verdict.skipped is None
         if is_made and not self._is_clipped(norm):
-            return Validation(norm=norm, is_redone=False)
+            return Validation(verdict=verdict, is_redone=False)
         with _recorded(recorder, Activity.OPTIMIZER):
             self._rollback.restore()
             self.num_steps -= 1
@@ -236,7 +238,7 @@ class ModelOptimizer:
                 self._publish()
         if error is not None:
             raise error
-        return Validation(norm=norm, is_redone=True)
+        return Validation(verdict=verdict, is_redone=True)
 
     def _is_clipped(self, norm: float) -> bool:
         limit = self._config.max_grad_norm

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,18 +27,24 @@ from counterflow.framework.optim.skip_step import (
 from counterflow.parallel.compress.gradients import GradientReduction
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepVerdict:
+    """What became of a step once its norm was known. skipped: why it was not made; None: it was."""
+
+    grad_norm: float
+    skipped: str | None = None
+
+
 class StepGuard:
     """The state of skip_step and loss scaling. scaling: None without fp16.
 
-    last: why the step judged last was skipped; None: it was made. skipped_batches: skipped so far, in batches of the
-    full size: by so much the learning rate is behind.
+    skipped_batches: skipped so far, in batches of the full size: by so much the learning rate is behind.
     """
 
     def __init__(self, config: SkipStepConfig | None = None, scaling: LossScaleConfig | None = None) -> None:
         self._config, self._scaling = config or SkipStepConfig(), scaling
         self._state = SkipStepState()
         self._scale = None if scaling is None else LossScale(scale=scaling.initial_scale)
-        self.last: str | None = None
         self.skipped_batches = 0.0
 
     @property
@@ -72,15 +79,13 @@ class StepGuard:
 
         Raises FloatingPointError: where the norm is not finite and nothing may skip it, or too many were skipped.
         """
-        self.last = None
         if self._scaling is not None and self._scale is not None:
             is_loss_sound = not self._config.skip_non_finite or math.isfinite(loss)
             has_overflowed = not math.isfinite(norm) and is_loss_sound
             if has_overflowed and self._scale.scale > self._scaling.min_scale:
                 before = self._scale.scale
                 self._scale = scale_after(self._scaling, self._scale, has_overflowed=True)
-                self.last = f"gradients overflowed at loss scale {before:g}, it is {self._scale.scale:g} now"
-                return self.last
+                return f"gradients overflowed at loss scale {before:g}, it is {self._scale.scale:g} now"
         reason = why_skipped(self._config, self._state, loss, norm)
         if reason is None and math.isfinite(norm):
             if self._config.are_on:
@@ -100,8 +105,7 @@ class StepGuard:
                 f"{reason} after {num_updates} steps, and {bound} allows no further step to be skipped "
                 f"({self._state.num_consecutive} in a row, {self._state.num_total} in all): {_ADVICE}"
             )
-        self.last = f"{reason} ({self._state.num_consecutive} in a row, {self._state.num_total} in all)"
-        return self.last
+        return f"{reason} ({self._state.num_consecutive} in a row, {self._state.num_total} in all)"
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

@@ -17,6 +17,7 @@ from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.metrics.hardware import device_name, peak_flops
 from counterflow.framework.metrics.record import MoERecord, OffloadRecord, StepRecord
 from counterflow.framework.metrics.timeline import Timeline, build_timeline
+from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import COMPUTE_DTYPES
 from counterflow.parallel.collectives import all_gather_into
@@ -98,14 +99,6 @@ class RankStep(NamedTuple):
     @property
     def busy_s(self) -> float:
         return sum(getattr(self, f"{category}_s") for category in COMPUTE_CATEGORIES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepVerdict:
-    """What became of a step once its norm was known. skipped: why it was not made; None: it was."""
-
-    grad_norm: float
-    skipped: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

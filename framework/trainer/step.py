@@ -14,8 +14,9 @@ from counterflow.framework.experts import routing as moe
 from counterflow.framework.metrics.record import MoERecord
 from counterflow.framework.optim.lr import learning_rate
 from counterflow.framework.optim.scaled_gradient import with_scaled_gradient
+from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.measure import StepOutcome, StepVerdict, UnfinishedStep, gather_ranks
+from counterflow.framework.trainer.measure import StepOutcome, UnfinishedStep, gather_ranks
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import all_reduce
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
@@ -168,7 +169,7 @@ def begin_step(
 
     def validate() -> bool:
         validation = optimizer.validate(recorder)
-        earlier.append(_judged(assembly, step - 1, validation.norm))
+        earlier.append(_judged(assembly, step - 1, validation.verdict))
         return validation.is_redone
 
     if optimizer.is_ahead:
@@ -199,15 +200,14 @@ def begin_step(
     return unfinished, earlier[0] if earlier else None
 
 
-def _judged(assembly: Assembly, step: int, norm: float) -> StepVerdict:
-    """What became of `step`; where it was skipped, nothing but its batch is used up."""
-    guard = assembly.guard
-    if guard.last is not None:
+def _judged(assembly: Assembly, step: int, verdict: StepVerdict) -> StepVerdict:
+    """`verdict` on `step`; where it was skipped, nothing but its batch is used up."""
+    if verdict.skipped is not None:
         assert assembly.undo is not None
         assembly.undo.restore()
         plan = assembly.config.batch_plan
-        guard.skipped_batches += plan.batches_before(step + 1) - plan.batches_before(step)
-    return StepVerdict(grad_norm=norm, skipped=guard.last)
+        assembly.guard.skipped_batches += plan.batches_before(step + 1) - plan.batches_before(step)
+    return verdict
 
 
 def train_step(assembly: Assembly, step: int) -> StepOutcome:

@@ -41,7 +41,7 @@ def trained(config: TrainConfig, run: RunContext) -> tuple[list[Tensor], list[Of
     for step in range(NUM_STEPS):
         batch = forward_backward(assembly, step, Recorder(assembly.device))
         gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
-        norm = assembly.optimizer.step(learning_rate_of(config, step, NUM_STEPS))
+        norm = assembly.optimizer.step(learning_rate_of(config, step, NUM_STEPS)).grad_norm
         found.append(torch.tensor([batch.loss, batch.mtp_loss, norm], dtype=torch.float64))
         if step == NUM_STEPS - 1:
             found.extend(gradients)

@@ -44,7 +44,7 @@ def trained(config: TrainConfig, run: RunContext) -> list[Tensor]:
     for step in range(NUM_STEPS):
         batch = forward_backward(assembly, step, Recorder(assembly.device))
         gradients = [owned.fragment.grad.clone() for owned in assembly.optimizer.owned]
-        norm = assembly.optimizer.step(learning_rate_of(config, step, NUM_STEPS))
+        norm = assembly.optimizer.step(learning_rate_of(config, step, NUM_STEPS)).grad_norm
         found.append(torch.tensor([batch.loss, batch.mtp_loss, norm], dtype=torch.float64))
         if batch.moe is not None:
             found.extend(torch.tensor(layer.load, dtype=torch.float64) for layer in batch.moe.layers)
