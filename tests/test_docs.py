@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from counterflow.launch.help.commands import command_help
 from tests.commands import ROOT, run_command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = "framework|models|parallel|launch|conf|tests"
 BIN = Path(sys.executable).parent
 # What makes a training command of the docs a matter of seconds; it changes no value the command sets itself.
 SMALL = {
@@ -61,6 +63,15 @@ def commands() -> list[str]:
         for block in re.findall(r"```console\n(.*?)```", page.read_text(), flags=re.DOTALL):
             found |= dict.fromkeys(line for line in block.splitlines() if line.strip())
     return list(found)
+
+
+def is_importable(name: str) -> bool:
+    """Whether `name` is a module, or something that a module has."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -174,7 +185,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_the_readmes_table_is_the_codes() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_table_of_compositions_is_the_codes() -> None:
+    text = (ROOT / "docs" / "compositions.md").read_text()
     table = text.split("<!-- compositions -->\n")[1].split("<!-- /compositions -->")[0]
     assert table == to_markdown()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_known_paths_are_named(page: Path) -> None:
+    """Files, folders and dotted names of the code; paths are relative to the repository."""
+    text = page.read_text()
+    paths = re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*\w/?", text)
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    missing += [name for name in re.findall(r"\bcounterflow(?:\.\w+)+", text) if not is_importable(name)]
+    assert not missing
+
+
+def test_unknown_paths_are_found() -> None:
+    assert is_importable("counterflow.parallel.pipeline.api.build_pipeline")
+    assert not is_importable("counterflow.parallel.pipeline.api.no_such_function")
+    assert not is_importable("counterflow.parallel.no_such_module")
