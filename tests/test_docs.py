@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from counterflow.launch.help.commands import command_help
 from tests.commands import ROOT, run_command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = "framework|models|parallel|launch|conf|tests"
 BIN = Path(sys.executable).parent
 # What makes a training command of the docs a matter of seconds; it changes no value the command sets itself.
 SMALL = {
@@ -61,6 +63,15 @@ def commands() -> list[str]:
         for block in re.findall(r"```console\n(.*?)```", page.read_text(), flags=re.DOTALL):
             found |= dict.fromkeys(line for line in block.splitlines() if line.strip())
     return list(found)
+
+
+def is_importable(name: str) -> bool:
+    """Whether `name` is a module, or something that a module has."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -181,15 +192,16 @@ def test_the_table_of_compositions_is_the_codes() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_modules_that_are_named_exist(page: Path) -> None:
+def test_known_paths_are_named(page: Path) -> None:
+    """Files, folders and dotted names of the code; paths are relative to the repository."""
     text = page.read_text()
-    folders = "framework|models|parallel|launch|tests|conf"
-    paths = set(re.findall(rf"`((?:{folders})/[\w/.-]+\.(?:py|yaml|txt))`", text))
-    modules = set(re.findall(r"counterflow(?:\.(?:framework|models|parallel|launch)(?:\.[a-z_0-9]+)*)", text))
+    paths = re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]*\w/?", text)
     missing = [path for path in paths if not (ROOT / path).exists()]
-    for module in modules:
-        path = ROOT / module.removeprefix("counterflow.").replace(".", "/")
-        # The last name may be a function of the module.
-        if not (path.is_dir() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()):
-            missing.append(module)
+    missing += [name for name in re.findall(r"\bcounterflow(?:\.\w+)+", text) if not is_importable(name)]
     assert not missing
+
+
+def test_unknown_paths_are_found() -> None:
+    assert is_importable("counterflow.parallel.pipeline.api.build_pipeline")
+    assert not is_importable("counterflow.parallel.pipeline.api.no_such_function")
+    assert not is_importable("counterflow.parallel.no_such_module")
