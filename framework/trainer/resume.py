@@ -139,4 +139,5 @@ def _settings(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}[value] if value in (None, True, False) else str(value)
+    # By identity: 1.0 equals True, and 0 False.
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

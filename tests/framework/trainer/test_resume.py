@@ -98,6 +98,17 @@ def test_another_function_of_the_weights_is_refused_unless_it_is_named(
         ranks.run(_losses, 1, _resuming(tmp_path, model=model), run_context(tiny_data, tmp_path / "after"))
 
 
+def test_the_remedy_says_one_and_zero_as_numbers(saved: Path) -> None:
+    folder = step_folder(checkpoints_of(saved), 3)
+    metadata = read_metadata(folder)
+    (number,) = resume_problems(_resuming(saved, model={"yarn": {"factor": 2.0}}), folder, metadata)
+    assert "model.yarn.factor=2.0:" in number
+    assert "set model.yarn.factor=1.0, or" in number
+    (switch,) = resume_problems(_resuming(saved, model={"qk_norm": True}), folder, metadata)
+    assert "model.qk_norm=true:" in switch
+    assert "set model.qk_norm=false, or" in switch
+
+
 def test_a_rotten_newest_checkpoint_is_passed_over_and_the_run_repeats_itself(
     ranks: RankPool, tiny_data: PreparedData, saved: Path, tmp_path: Path
 ) -> None:
