@@ -9,9 +9,22 @@ from typing import Any
 
 HIDDEN = "***"
 _SECRET_WORDS = frozenset(
-    {"secret", "password", "passwd", "passphrase", "token", "credential", "credentials", "apikey"}
+    {
+        "secret",
+        "password",
+        "passwd",
+        "passphrase",
+        "token",
+        "credential",
+        "credentials",
+        "apikey",
+        "pwd",
+        "auth",
+    }
 )
 _URL_PASSWORD = re.compile(r"(\w+://[^/\s:@]*):[^/\s]+@")
+# A user without a password is a token more often than a name.
+_URL_TOKEN = re.compile(r"(\w+://)[^/\s:@]{8,}@")
 # What a URL carries in its query instead.
 _URL_QUERY = re.compile(
     r"([?&](?:[\w-]*(?:token|signature|password|secret|api_?key|access_?key)[\w-]*|sig)=)[^&\s'\"\]]+",
@@ -35,7 +48,8 @@ def redacted(text: str, interpolations: Mapping[str, str] | None = None) -> str:
         value = os.environ.get(name, "")
         if len(value) >= _MIN_CHARS:
             text = text.replace(value, HIDDEN)
-    return _URL_QUERY.sub(rf"\1{HIDDEN}", _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", text))
+    text = _URL_TOKEN.sub(rf"\1{HIDDEN}@", _URL_PASSWORD.sub(rf"\1:{HIDDEN}@", text))
+    return _URL_QUERY.sub(rf"\1{HIDDEN}", text)
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:

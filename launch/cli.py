@@ -181,9 +181,9 @@ def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
         print(to_yaml(mapping), end="")
         return EXIT_OK, mapping
     if not arguments.multirun:
-        config = compose_config(arguments.overrides, arguments.config_dir)
         recorded = compose_recorded(arguments.overrides, arguments.config_dir)
         with _hiding(recorded):
+            config = compose_config(arguments.overrides, arguments.config_dir)
             result = _dispatch(arguments, config, arguments.out, argv, recorded)
         return _code_of(result), result
     combinations = expand_sweep(arguments.overrides, find_choices(arguments.config_dir))

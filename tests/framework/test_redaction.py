@@ -44,6 +44,8 @@ def test_secrets_are_recognised_by_name_and_in_urls() -> None:
             "https://h/x?X-Amz-Signature=***&access_token=***",
         ),
         ("12:30@noon", "12:30@noon"),
+        ("https://ghp_abcdef@github.com/x", "https://***@github.com/x"),
+        ("ssh://git@host/x", "ssh://git@host/x"),
     ],
 )
 def test_passwords_in_urls(text: str, written: str) -> None:

@@ -253,3 +253,14 @@ def test_a_commands_help_lists_the_options_that_it_takes(
         words = [option] if option in ("--multirun", "--model-only") else [option, "job"]
         assert main([command, *words]) == 2
         assert f"{option}: no option of {command}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["seed", "precision.compute"])
+def test_an_error_of_types_does_not_tell_what_the_environment_said(
+    key: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CF_SECRET", "hunter2secret")
+    assert main(["train", f"{key}=${{oc.env:CF_SECRET}}"]) == 2
+    told = capfd.readouterr().err
+    assert "hunter2secret" not in told
+    assert f"{key}='${{oc.env:CF_SECRET}}'" in told

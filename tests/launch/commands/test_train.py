@@ -213,11 +213,11 @@ def test_joining_ranks_that_somebody_else_started(tmp_path: Path, cache: str) ->
     assert second[1] == ""
 
 
-def test_a_world_of_another_size_is_refused_once(tmp_path: Path, cache: str) -> None:
+def test_a_world_of_another_size_is_refused_by_each_rank_that_has_it(tmp_path: Path, cache: str) -> None:
     first, second = _joined([*_TINY, cache], tmp_path)
     assert (first[0], second[0]) == (2, 2)
-    assert "error: WORLD_SIZE=2 in the environment: this layout has 1 rank(s)" in first[2]
-    assert second[2] == ""
+    for rank, (_, _, told) in enumerate((first, second)):
+        assert f"error: rank {rank}: WORLD_SIZE=2 in the environment: this layout has 1 rank(s)" in told
     assert list(tmp_path.iterdir()) == []
 
 
