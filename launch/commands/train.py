@@ -199,7 +199,7 @@ def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems: list[str] = []
     if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
         problems.append(
-            f"checkpoint.resume={config.checkpoint.resume}: no folder of that name; name the folder of a run, as in "
+            f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
             "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
         )
     elif config.checkpoint.resume is not None:
