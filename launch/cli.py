@@ -183,7 +183,7 @@ def _run(arguments: Arguments, argv: Sequence[str]) -> tuple[int, Any]:
     if not arguments.multirun:
         recorded = compose_recorded(arguments.overrides, arguments.config_dir)
         with _hiding(recorded):
-            config = compose_config(arguments.overrides, arguments.config_dir)
+            config = recorded.config()
             result = _dispatch(arguments, config, arguments.out, argv, recorded)
         return _code_of(result), result
     combinations = expand_sweep(arguments.overrides, find_choices(arguments.config_dir))

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,18 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A config as it may be written down. values: what the environment said, and the interpolation to write for it."""
+    """A config as it may be written down. values: what the environment said, and the interpolation to write for it.
+
+    resolved: the config itself, which may hold secrets.
+    """
 
     mapping: Mapping[str, Any]
     values: Mapping[str, str]
+    resolved: Mapping[str, Any] = field(repr=False)
+
+    def config(self) -> TrainConfig:
+        """As `compose_config`. Raises ConfigError: naming every mistake."""
+        return from_mapping(TrainConfig, self.resolved)
 
 
 def find_choices(config_dir: Path | None = None) -> Choices:
@@ -114,7 +122,7 @@ def compose_recorded(overrides: Sequence[str], config_dir: Path | None = None) -
     resolved, raw = _compose(overrides, config_dir)
     values: dict[str, str] = {}
     mapping = _as_written(resolved, raw, raw, values)
-    return Recorded(mapping=without_secrets(mapping), values=values)
+    return Recorded(mapping=without_secrets(mapping), values=values, resolved=resolved)
 
 
 def _compose(

@@ -16,9 +16,8 @@ class BalanceConfig:
     goal: a layer whose largest rank load is at most this over the mean stays as it is; `swap` stops there.
     max_swaps: of a layer, node and interval under `swap`; null: as many as help.
     num_redundant_experts: of a rank, beyond its equal share of a layer's experts. They hold copies of experts, from
-    the first
-    step on, and tokens are shared out to all copies of theirs. Where experts move it is under `pack`, which chooses
-    those that are worth a copy.
+    the first step on, and tokens are shared out to all copies of theirs. Where experts move it is under `pack`,
+    which chooses those that are worth a copy.
     num_nodes: over which the ranks of the expert axis spread, equally many each. Under `swap` no expert leaves its
     node; under `pack` no group of experts (model.moe.num_groups) is split between nodes, where they divide the groups.
     """

@@ -45,8 +45,7 @@ def lower(
     zero_stage: 3 adds UNSHARD and RESHARD; gradients are reduced at every stage.
     reshard_after: see `add_unshard`. early_sends: see `send_early`.
     overlap: the runtime runs the halves of a pair together (parallel/pipeline/runtime/overlap.py), so pairs stay
-    whole, and
-        schedules that say `pairs_chunks` get some.
+        whole, and schedules that say `pairs_chunks` get some.
 
     Raises ValueError: an unknown `zero_stage` or `reshard_after`. ScheduleError: the schedule cannot run.
     """
