@@ -24,8 +24,9 @@ from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.ties import (
     existing_parameters,
