@@ -61,26 +61,40 @@ def check_logger(config: LoggerConfig) -> None:
 
 
 def open_sinks(
-    config: LoggerConfig, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None = None
+    config: LoggerConfig,
+    run_dir: Path,
+    run_config: Mapping[str, Any],
+    resume_step: int | None = None,
+    *,
+    hidden: Mapping[str, str] | None = None,
 ) -> list[GuardedSink]:
     """The sinks of `config.name`, writing under `run_dir`; one that cannot be opened says so and takes nothing.
 
     run_config: the composed config as plain values; whatever looks like a secret is not passed on.
     resume_step: the first step this run will do; records from it on, left by an earlier run, are dropped.
+    hidden: what to write for values of the config where a failure names them.
     """
     if config.name == "none":
         return []
     run_dir.mkdir(parents=True, exist_ok=True)
-    sinks = [GuardedSink(METRICS_FILE, lambda: JsonlSink(run_dir, resume_step))]
+    sinks = [GuardedSink(METRICS_FILE, lambda: JsonlSink(run_dir, resume_step), hidden=hidden)]
     if config.name == "wandb":
         values = without_secrets(run_config)
         sinks.append(
-            BackgroundSink(WANDB, lambda: WandbSink(config, run_dir, values), timeout_s=config.timeout_s)
+            BackgroundSink(
+                WANDB,
+                lambda: WandbSink(config, run_dir, values),
+                timeout_s=config.timeout_s,
+                hidden=hidden,
+            )
         )
     elif config.name == "tensorboard":
         sinks.append(
             BackgroundSink(
-                "TensorBoard", lambda: TensorBoardSink(run_dir, resume_step), timeout_s=config.timeout_s
+                "TensorBoard",
+                lambda: TensorBoardSink(run_dir, resume_step),
+                timeout_s=config.timeout_s,
+                hidden=hidden,
             )
         )
     return sinks

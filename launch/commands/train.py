@@ -21,6 +21,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from counterflow.framework.checkpoint.manifest import has_checkpoint_name
 from counterflow.framework.checks.rules import check, check_workload
 from counterflow.framework.config.mapping import config_hash, to_mapping
 from counterflow.framework.config.no_effect import without_effect
@@ -28,7 +29,7 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_identity, device_problems, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
 from counterflow.framework.metrics.sinks import check_logger
-from counterflow.framework.redaction import without_secrets
+from counterflow.framework.redaction import hidden_values, without_secrets
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.run_lock import LOCK_FILE, LockedError, RunLock, holder_of
 from counterflow.launch.compose import config_file_text
@@ -92,6 +93,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
             (config, context),
             num_ranks=num_ranks,
             run_dir=context.run_dir,
+            hidden=context.hidden,
             threads_per_rank=config.launcher.threads_per_rank,
             grace_s=config.launcher.grace_s,
         )
@@ -124,6 +126,15 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
         raise ConfigError(
             [f"{where}: no folder can be made there: {error}; name one that you may write to"]
         ) from error
+
+
+def check_out(out: Path | None) -> None:
+    """Look at --out before the data are prepared, which may take hours; it is looked at again when it is taken.
+
+    Raises ConfigError: where it holds something, or another run writes there.
+    """
+    if out is not None and out.exists():
+        _check_empty(out)
 
 
 def _check_empty(out: Path) -> None:
@@ -198,10 +209,7 @@ def _earlier_run(config: TrainConfig, options: LaunchOptions) -> str | None:
 def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems: list[str] = []
     if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
-        problems.append(
-            f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
-            "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
-        )
+        problems.append(_no_folder(config.checkpoint.resume))
     elif config.checkpoint.resume is not None:
         problems += _resume_problems(config, config.checkpoint.resume)
     try:
@@ -215,6 +223,22 @@ def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems += _folder_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _no_folder(source: str) -> str:
+    path = Path(source)
+    if not path.exists():
+        return (
+            f"checkpoint.resume={source}: no such folder; name the folder of a run, as in "
+            "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
+        )
+    within = next((parent for parent in path.absolute().parents if has_checkpoint_name(parent)), None)
+    where = (
+        f"the folder that it is in, checkpoint.resume={short_path(within)}"
+        if within is not None
+        else "the folder of a run, as in runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
+    )
+    return f"checkpoint.resume={source}: it is a file, and a checkpoint is a folder; name {where}"
 
 
 def _folder_problems(config: TrainConfig) -> list[str]:
@@ -291,6 +315,7 @@ def prepare_run(
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
+    check_out(options.out)
     return _new_run(config, options, prepare_data(config, show=True), started_at, kind, held=held)
 
 
@@ -316,8 +341,18 @@ def _new_run(
         started_at=started_at,
         show_progress=True,
         json_output=options.json_output,
-        config_values=options.config_values or without_secrets(to_mapping(config)),
+        config_values=_as_written(config, options),
+        hidden=hidden_in(config, options),
     )
+
+
+def _as_written(config: TrainConfig, options: LaunchOptions) -> Mapping[str, Any]:
+    return options.config_values or without_secrets(to_mapping(config))
+
+
+def hidden_in(config: TrainConfig, options: LaunchOptions) -> dict[str, str]:
+    """Values of the config that must not be written down, and what is written for each."""
+    return hidden_values(to_mapping(config), _as_written(config, options))
 
 
 def _join(
@@ -346,7 +381,7 @@ def _join(
         )
     # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
     store = open_store(joined, config.comm.timeout_s)
-    council = Council(store, rank=rank, world_size=joined.world_size)
+    council = Council(store, rank=rank, world_size=joined.world_size, where=joined.meeting)
     if rank == 0:
         context = _lead(config, options, council, joined, started_at, held)
     else:
@@ -374,8 +409,9 @@ def _lead(
 ) -> RunContext:
     """Rank 0: compare what all ranks say, first their configs and then their data, and make the run's folder."""
     try:
-        council.arrive(facts_of(config))
+        council.arrive(facts_of(config, hidden_in(config, options)))
         council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
+        check_out(options.out)
         data = prepare_data(config, show=True)
         council.answer("prepared", {})
         council.say("data", _data_facts(config, data, joined))
@@ -392,7 +428,7 @@ def _follow(
     config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
 ) -> RunContext:
     """Any other rank. Exits with 2 where rank 0 ends the run; it tells why."""
-    council.arrive(facts_of(config))
+    council.arrive(facts_of(config, hidden_in(config, options)))
     if council.wait_for("prepared", _PREPARE_TIMEOUT) is None:
         sys.exit(2)
     data: PreparedData | None = None
@@ -411,6 +447,7 @@ def _follow(
         started_at=started_at,
         show_progress=False,
         json_output=options.json_output,
+        hidden=hidden_in(config, options),
     )
 
 
@@ -424,7 +461,7 @@ def _data_problems(said: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _rank_failure(rank: int, error: Exception, context: RunContext) -> RunFailedError:
-    record = describe(rank, error)
+    record = describe(rank, error, context.hidden)
     path = error_path(context.run_dir, rank)
     not_kept = keep(path, record.traceback)
     if record.secondary:

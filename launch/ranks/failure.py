@@ -104,8 +104,8 @@ def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
     return False
 
 
-def describe(rank: int, error: BaseException) -> RankError:
-    """The record of `error`, from inside its `except` block."""
+def describe(rank: int, error: BaseException, hidden: Mapping[str, str] | None = None) -> RankError:
+    """The record of `error`, from inside its `except` block; hidden: what to write for values (`hidden_values`)."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     # What the code on the way up said of it: the action, the collective and its ranks.
@@ -115,10 +115,12 @@ def describe(rank: int, error: BaseException) -> RankError:
         rank=rank,
         time_s=time.time(),
         kind=type(error).__name__,
-        message=redacted("; ".join([_GLOO_DECORATION.sub("", str(error)).strip() or "(no message)", *notes])),
+        message=redacted(
+            "; ".join([_GLOO_DECORATION.sub("", str(error)).strip() or "(no message)", *notes]), hidden
+        ),
         where=where,
         secondary=secondary,
-        traceback=redacted("".join(traceback.format_exception(error))),
+        traceback=redacted("".join(traceback.format_exception(error)), hidden),
         waited=secondary and _says(error, _WAITED),
     )
 

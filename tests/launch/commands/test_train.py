@@ -131,6 +131,26 @@ def test_a_folder_has_one_run_at_a_time(
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
 
 
+def test_a_folder_that_is_taken_is_refused_before_the_data(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(
+        "counterflow.launch.commands.train.prepare_data", lambda *_, **__: pytest.fail("prepared")
+    )
+    assert main(["train", *_TINY, "--out", str(tmp_path)]) == 2
+    assert f"error: --out {tmp_path}: it is there already and not empty" in capfd.readouterr().err
+
+
+def test_a_file_of_a_checkpoint_is_no_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").touch()
+    assert main(["train", *_TINY, f"checkpoint.resume={folder / 'metadata.json'}"]) == 2
+    told = f"it is a file, and a checkpoint is a folder; name the folder that it is in, checkpoint.resume={folder}"
+    assert told in capfd.readouterr().err
+
+
 def test_the_folder_of_a_run_that_died_at_its_start_is_taken_over(
     tmp_path: Path, cache: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,3 +187,12 @@ def test_the_place_of_a_thread_is_its_innermost_own_frame() -> None:
     assert waiting is not None
     assert waiting.waits
     assert place_of("") is None
+
+
+def test_what_the_config_took_from_the_environment_is_not_kept() -> None:
+    try:
+        raise OSError("/vault/corpus: cannot be read")
+    except OSError as error:
+        record = describe(0, error, {"/vault/corpus": "${oc.env:CORPUS}"})
+    assert record.message == "${oc.env:CORPUS}: cannot be read"
+    assert "/vault" not in record.traceback
