@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.checkpoint.manifest import has_checkpoint_name
+from counterflow.framework.checkpoint.manifest import has_checkpoint_name, newest
 from counterflow.framework.checks.rules import check, check_workload
 from counterflow.framework.config.mapping import config_hash, to_mapping
 from counterflow.framework.config.no_effect import without_effect
@@ -36,6 +36,7 @@ from counterflow.launch.compose import config_file_text
 from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
 from counterflow.launch.ranks.environment import JoinedRank, joined_rank, restart_problem, socket_environment
 from counterflow.launch.ranks.failure import describe, error_path, keep
+from counterflow.launch.ranks.rounds import agent_of, earlier_round, keep_agents, round_problem
 from counterflow.parallel.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedR
     Raises ConfigError: in the second round of a job that torchrun or Slurm has restarted.
     """
     if restart_problem(os.environ, resume=config.checkpoint.resume, earlier=None) is None:
+        if joined is not None and joined.rank == 0:
+            _refuse_later_round(config, options, [agent_of(os.environ)])
         return
     if joined is not None and joined.rank:
         sys.exit(2)  # rank 0 tells
@@ -191,19 +194,35 @@ def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedR
     raise ConfigError([problem])
 
 
+def _refuse_later_round(
+    config: TrainConfig, options: LaunchOptions, agents: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """Raises ConfigError: where one of `agents` has started a run of this config before."""
+    found = earlier_round(_earlier_runs(config, options), agents)
+    if found is not None:
+        run_dir, agent = found
+        resume = short_path(run_dir.absolute()) if _has_checkpoint(run_dir) else None
+        raise ConfigError([round_problem(agent, short_path(run_dir.absolute()), resume=resume)])
+
+
 def _earlier_run(config: TrainConfig, options: LaunchOptions) -> str | None:
     """The newest run of this config that has a whole checkpoint."""
-    from counterflow.framework.trainer.resume_source import checkpoint_to_resume
+    folder = next(filter(_has_checkpoint, _earlier_runs(config, options)), None)
+    return None if folder is None else short_path(folder.absolute())
 
+
+def _earlier_runs(config: TrainConfig, options: LaunchOptions) -> list[Path]:
+    """The runs of this config, the newest first."""
+    if options.out is not None:
+        return [options.out]
     runs_dir = Path(config.launcher.runs_dir).expanduser()
-    named = sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
-    for folder in [options.out] if options.out is not None else named:
-        try:
-            checkpoint_to_resume(str(folder))
-        except (OSError, ValueError):
-            continue
-        return short_path(folder.absolute())
-    return None
+    return sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    from counterflow.framework.trainer.resume_source import checkpoints_of
+
+    return newest(checkpoints_of(run_dir))[0] is not None
 
 
 def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
@@ -411,12 +430,16 @@ def _lead(
     try:
         council.arrive(facts_of(config, hidden_in(config, options)))
         council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
+        council.say("agents", {"agent": agent_of(os.environ)})
+        agents = [said["agent"] for said in council.hear("agents", timedelta(seconds=config.comm.timeout_s))]
+        _refuse_later_round(config, options, agents)
         check_out(options.out)
         data = prepare_data(config, show=True)
         council.answer("prepared", {})
         council.say("data", _data_facts(config, data, joined))
         council.agree("data", _PREPARE_TIMEOUT, _data_problems)
         context = _new_run(config, options, data, started_at, held=held)
+        keep_agents(context.run_dir, agents)
     except BaseException as error:
         council.dismiss(error, ("prepared", "run"))
         raise
@@ -429,6 +452,7 @@ def _follow(
 ) -> RunContext:
     """Any other rank. Exits with 2 where rank 0 ends the run; it tells why."""
     council.arrive(facts_of(config, hidden_in(config, options)))
+    council.say("agents", {"agent": agent_of(os.environ)})
     if council.wait_for("prepared", _PREPARE_TIMEOUT) is None:
         sys.exit(2)
     data: PreparedData | None = None

@@ -161,7 +161,8 @@ class Council:
             raise RanksDifferError(
                 [
                     f"RANK={self._rank}: another process of this job has been this rank; start each RANK from 0 to "
-                    f"{self._world_size - 1} once, and go on from a run that was restarted by checkpoint.resume"
+                    f"{self._world_size - 1} once, and go on from a run that was restarted (torchrun does that where "
+                    "a node leaves or joins) by checkpoint.resume"
                 ]
             )
         self.say("configs", facts)

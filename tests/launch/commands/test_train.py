@@ -21,6 +21,7 @@ from counterflow.framework.trainer.run_lock import LOCK_FILE
 from counterflow.launch.cli import main
 from counterflow.launch.commands.train import make_run_dir
 from counterflow.launch.compose import compose_config
+from counterflow.launch.ranks.rounds import agent_of, keep_agents
 from tests.commands import run_command
 
 _ROOT = Path(__file__).parents[3]
@@ -295,15 +296,26 @@ def test_a_restarted_job_is_refused_and_its_run_is_named(
         (tmp_path / name).mkdir()
     kept = f"20260131-120000-{digest}"  # the only one of this config with a whole checkpoint
 
-    def whole(source: str) -> Path:
-        if not source.endswith(kept):
-            raise ValueError("none")
-        return Path(source)
-
-    monkeypatch.setattr("counterflow.framework.trainer.resume_source.checkpoint_to_resume", whole)
+    monkeypatch.setattr("counterflow.launch.commands.train._has_checkpoint", lambda run: run.name == kept)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(["train", *overrides]) == 2
     error = capfd.readouterr().err
     assert "TORCHELASTIC_RESTART_COUNT=1" in error
     assert f"checkpoint.resume={tmp_path / kept}" in error
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_round_that_torchrun_does_not_count_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A node left and another joined: TORCHELASTIC_RESTART_COUNT stays 0, and the store may be a new one."""
+    overrides = [*_TINY, f"launcher.runs_dir={tmp_path}"]
+    for name, value in {**_environments("torchrun", 1)[0], "TORCHELASTIC_RUN_ID": "job"}.items():
+        monkeypatch.setenv(name, value)
+    run_dir = tmp_path / f"20260131-120000-{config_hash(compose_config(overrides))[:8]}"
+    run_dir.mkdir()
+    keep_agents(run_dir, [agent_of(os.environ)])
+    assert main(["train", *overrides]) == 2
+    error = capfd.readouterr().err
+    assert f"has started these ranks before, in {run_dir}" in error
+    assert list(tmp_path.iterdir()) == [run_dir]
