@@ -192,10 +192,7 @@ class WandbSink:
 
     def __init__(self, config: LoggerConfig, run_dir: Path, run_config: dict[str, Any]) -> None:
         """Raises wandb.Error or OSError: where W&B cannot start the run, for example without its server."""
-        if not _has_home():
-            # W&B keeps settings and caches at home; without one it does not start.
-            for name in ("CONFIG", "CACHE", "DATA"):
-                os.environ.setdefault(f"WANDB_{name}_DIR", str(run_dir / "wandb" / name.lower()))
+        os.environ.update(_home_for_wandb(run_dir))
         import wandb
 
         mode = _wandb_mode(config)
@@ -313,8 +310,24 @@ def _may_log_in() -> bool:
     return netrc.is_file() and netrc.stat().st_size > 0
 
 
+def _home_for_wandb(run_dir: Path) -> dict[str, str]:
+    """Variables without which W&B does not start, or its service prints its log at the end of ours.
+
+    W&B keeps settings and caches at home, and its service knows home by HOME alone.
+    """
+    if not _has_home():
+        names = (f"WANDB_{name}_DIR" for name in ("CONFIG", "CACHE", "DATA"))
+        return {
+            name: os.environ.get(name) or str(run_dir / "wandb" / name.split("_")[1].lower())
+            for name in names
+        }
+    return {} if os.environ.get("HOME") else {"HOME": str(Path.home())}
+
+
 def _has_home() -> bool:
     """Whether there is a home folder that can be written to; a container's user may have none."""
+    if os.environ.get("HOME") == "":
+        return False  # the root of the file system would be taken for it
     try:
         home = Path.home()
     except RuntimeError:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from counterflow.framework.checkpoint.manifest import CheckpointError
 from counterflow.framework.errors import StoppedError
 from counterflow.framework.redaction import redacted
 
@@ -247,6 +248,9 @@ def _of_error(errors: Sequence[RankError], run_dir: Path) -> Cause:
     first = errors[0]
     if first.kind == StoppedError.__name__:
         return Cause(rank=first.rank, message=first.message, details=None)
+    if first.kind == CheckpointError.__name__:
+        # All ranks agreed on it, and it names the folder, the cause and the ranks that it is from.
+        return Cause(rank=first.rank, message=first.message, details=first.traceback)
     same = sorted(error.rank for error in errors[1:] if error.kind == first.kind)
     others = ""
     if same:

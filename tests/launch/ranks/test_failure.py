@@ -196,3 +196,13 @@ def test_what_the_config_took_from_the_environment_is_not_kept() -> None:
         record = describe(0, error, {"/vault/corpus": "${oc.env:CORPUS}"})
     assert record.message == "${oc.env:CORPUS}: cannot be read"
     assert "/vault" not in record.traceback
+
+
+def test_a_failed_save_is_told_by_its_folder_and_not_by_a_rank() -> None:
+    told = "checkpoint '/r/step-00000002' was not written: ranks 0, 1: no room to write there (No space left)"
+    errors = [
+        _error(rank, 2.0 - rank, secondary=False, kind="CheckpointError", message=told) for rank in range(2)
+    ]
+    cause = root_cause([], errors, Path("/run"))
+    assert cause is not None
+    assert cause.message == told
