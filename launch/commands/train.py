@@ -134,8 +134,12 @@ def check_out(out: Path | None) -> None:
 
     Raises ConfigError: where it holds something, or another run writes there.
     """
-    if out is not None and out.exists():
-        _check_empty(out)
+    if out is None or not out.exists():
+        return
+    holder = holder_of(out)
+    if holder is not None and holder.state != "gone":
+        raise ConfigError([f"--out {out}: {holder} writes a run there; name a new folder"])
+    _check_empty(out)
 
 
 def _check_empty(out: Path) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.run_lock import LOCK_FILE
+from counterflow.framework.trainer.run_lock import LOCK_FILE, RunLock
 from counterflow.launch.cli import main
 from counterflow.launch.commands.train import make_run_dir
 from counterflow.launch.compose import compose_config
@@ -127,8 +127,7 @@ def test_a_folder_has_one_run_at_a_time(
     assert main(command) == 0
     err = capfd.readouterr().err
     holder = f"process {os.getpid()} on host {socket.gethostname()}"
-    assert f"error: --out {out}: {holder} writes a run there; name a new folder" in err
-    assert f"error: {out}: {holder} writes there; wait for its end, or name another folder" in err
+    assert err.count(f"error: --out {out}: {holder} writes a run there; name a new folder") == 2
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
 
 
@@ -240,6 +239,18 @@ def test_a_world_of_another_size_is_refused_by_each_rank_that_has_it(tmp_path: P
     for rank, (_, _, told) in enumerate((first, second)):
         assert f"error: rank {rank}: WORLD_SIZE=2 in the environment: this layout has 1 rank(s)" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_joined_ranks_do_not_share_a_folder_with_another_run(tmp_path: Path) -> None:
+    """Two jobs of torchrun with one --out: the one that has the folder goes on, every rank of the other ends."""
+    out = tmp_path / "run"
+    out.mkdir()
+    with RunLock(out):
+        first, second = _joined([*_TINY, "parallel.data_parallel_size=2", "--out", str(out)], tmp_path)
+    assert (first[0], second[0]) == (2, 2)
+    assert f"error: --out {out}: process {os.getpid()} on host" in first[2]
+    assert "error:" not in second[2]
+    assert list(out.iterdir()) == []
 
 
 def test_a_mistake_that_rank_0_finds_ends_the_others(tmp_path: Path) -> None:
