@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from counterflow.framework.checkpoint.manifest import prune, step_folder, step_of
+from counterflow.framework.checkpoint.manifest import CheckpointError, prune, step_folder, step_of
 from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, read_rank_state, save
@@ -101,6 +101,8 @@ def patient(assembly: Assembly, doing: str) -> Iterator[None]:
     try:
         set_timeout(group, config.checkpoint.timeout_s)
         yield
+    except (CheckpointError, ValueError):
+        raise  # they say what they are about, and nobody waited
     except Exception as error:
         error.add_note(
             f"{doing}; ranks waited for each other by checkpoint.timeout_s={config.checkpoint.timeout_s:g}"
@@ -172,6 +174,12 @@ def goes_on_compressed(assembly: Assembly, saved: Mapping[str, Any]) -> bool:
 
 
 def resume(assembly: Assembly, run: RunContext) -> int:
+    """`_resume`, with the checkpoint held meanwhile: the run that it is of may live and prune."""
+    with ExitStack() as holding:
+        return _resume(assembly, run, holding)
+
+
+def _resume(assembly: Assembly, run: RunContext, holding: ExitStack) -> int:
     """Load the checkpoint to go on from, which rank 0 chooses; the first step to do.
 
     Raises ValueError: where there is none, it was trained with another model, other data or another global batch, or
@@ -183,7 +191,7 @@ def resume(assembly: Assembly, run: RunContext) -> int:
     config, world = assembly.config, assembly.mesh.world
     with patient(assembly, f"while the checkpoints of {source} were read"):
         folder, manifest = agreed_checkpoint(
-            source, world, verify_checksums=config.checkpoint.verify_checksums
+            source, world, verify_checksums=config.checkpoint.verify_checksums, holding=holding
         )
     saved = manifest.metadata
     problems = resume_problems(config, folder, saved, run.data.content_hash)

@@ -170,7 +170,8 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
             config.compression.warmup_steps,
             config.training.num_steps,
         )
-    sinks = open_sinks(config.logger, run.run_dir, run.config_values or to_mapping(config), first_step)
+    values = run.config_values or to_mapping(config)
+    sinks = open_sinks(config.logger, run.run_dir, values, first_step, hidden=run.hidden)
     if run.show_progress:
         sinks.append(
             GuardedSink(

@@ -20,7 +20,7 @@ from counterflow.framework.metrics.timeline import Timeline, build_timeline
 from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import COMPUTE_DTYPES
-from counterflow.parallel.collectives import all_gather_into
+from counterflow.parallel.collectives import Axis, all_gather_into, named
 from counterflow.parallel.mesh import ranks_along
 from counterflow.parallel.offload.offloader import OffloadReport
 from counterflow.parallel.pipeline.ir.trace import (
@@ -325,7 +325,8 @@ def gather_timeline(assembly: Assembly, outcome: StepOutcome) -> Timeline | None
     if mesh.rank == 0:
         traces = [outcome.trace] * mesh.config.pipeline_parallel_size
     if mesh.pipeline is not None:
-        dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
+        with named("gather of objects", Axis(group=mesh.pipeline, name="pipeline")):
+            dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
     if traces is None:
         return None
     global_ranks = ranks_along(mesh.config, mesh.coordinate, "pipeline")

@@ -17,6 +17,7 @@ from counterflow.framework.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     has_checkpoint_name,
+    held,
     leftovers,
     newest,
     read_manifest,
@@ -84,10 +85,15 @@ def checkpoint_to_resume(source: str) -> Path:
 
 
 def agreed_checkpoint(
-    value: str, group: dist.ProcessGroup | None, *, verify_checksums: bool
+    value: str,
+    group: dist.ProcessGroup | None,
+    *,
+    verify_checksums: bool,
+    holding: contextlib.ExitStack | None = None,
 ) -> tuple[Path, Manifest]:
     """The checkpoint that rank 0 chooses, read and found sound and the same by every rank of `group`.
 
+    holding: what keeps the run that writes there from pruning it, on rank 0, until it is closed.
     One that is damaged is passed over for the next older one, and rank 0's log says why; not where it was named.
 
     Raises, on every rank alike, ValueError: where there is none, or the run that is named still writes.
@@ -98,7 +104,8 @@ def agreed_checkpoint(
     before: int | None = None
     while True:
         source = on_all(lambda: Source.of(value), group)[rank]
-        step, damaged = from_rank_0(functools.partial(_choose, source, before, passed), group)
+        choose = functools.partial(_choose_and_hold, source, before, passed, holding)
+        step, damaged = from_rank_0(choose, group)
         passed = [*passed, *damaged]
         folder = source.folder(step)
         manifest, problem = _read_alike(folder, group)
@@ -155,6 +162,15 @@ def _choose(source: Source, before: int | None, passed: Sequence[str] = ()) -> t
             "one, or leave checkpoint.resume out to start anew"
         )
     return step_of(folder), damaged
+
+
+def _choose_and_hold(
+    source: Source, before: int | None, passed: Sequence[str], holding: contextlib.ExitStack | None
+) -> tuple[int, list[str]]:
+    step, damaged = _choose(source, before, passed)
+    if holding is not None:
+        holding.enter_context(held(source.folder(step)))
+    return step, damaged
 
 
 def _writer(source: Source) -> Holder | None:

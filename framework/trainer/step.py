@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.framework.config.tree import TrainConfig
@@ -18,7 +17,7 @@ from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.measure import StepOutcome, UnfinishedStep, gather_ranks
 from counterflow.models.transformer import TransformerStage
-from counterflow.parallel.collectives import all_reduce
+from counterflow.parallel.collectives import all_reduce, barrier
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 from counterflow.parallel.zero.stage import add_tied_gradients
@@ -176,7 +175,7 @@ def begin_step(
         batch = forward_backward(assembly, step, recorder, validate)
     else:
         # The ranks start together: what one logs or draws between steps is part of the step, not of its bubble.
-        dist.barrier(group=assembly.mesh.world)
+        barrier(assembly.axes.world)
         batch = forward_backward(assembly, step, recorder)
     rate = learning_rate_of(config, step, config.training.num_steps, assembly.guard.skipped_batches)
     verdict: StepVerdict | None = None

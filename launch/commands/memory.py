@@ -47,6 +47,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
         (config, context),
         num_ranks=config.parallel.world_size,
         run_dir=context.run_dir,
+        hidden=context.hidden,
         threads_per_rank=config.launcher.threads_per_rank,
         grace_s=config.launcher.grace_s,
     )

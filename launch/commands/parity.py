@@ -52,6 +52,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             (config, context, folder),
             num_ranks=config.parallel.world_size,
             run_dir=context.run_dir,
+            hidden=context.hidden,
             threads_per_rank=config.launcher.threads_per_rank,
             grace_s=config.launcher.grace_s,
         )[0]
@@ -61,6 +62,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             (config, context, folder, trail),
             num_ranks=1,
             run_dir=context.run_dir,
+            hidden=context.hidden,
             threads_per_rank=config.launcher.threads_per_rank,
             grace_s=config.launcher.grace_s,
         )

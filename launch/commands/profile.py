@@ -15,7 +15,7 @@ from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.devices import check_devices, devices_here
 from counterflow.framework.errors import ConfigError
-from counterflow.launch.commands.train import LaunchOptions, short_path
+from counterflow.launch.commands.train import LaunchOptions, hidden_in, short_path
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, save_profile
 
 
@@ -47,6 +47,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             (run_profile_rank, config, num_stages, vocab_size),
             num_ranks=_num_ranks(config),
             run_dir=folder,
+            hidden=hidden_in(config, options),
             # As the ranks of a run: its processes share the cores out.
             threads_per_rank=config.launcher.threads_per_rank or 1,
             grace_s=config.launcher.grace_s,

@@ -13,6 +13,7 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.memory.offload import copy_model
 from counterflow.framework.planning.costs import message_bytes, schedule_costs, stage_bytes
 from counterflow.framework.planning.workload import Workload
+from counterflow.models.partition import partition
 from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.draw import timeline_png, timeline_svg
@@ -76,8 +77,7 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
         )
     if volume.data is None and config.parallel.data_parallel_size > 1:
         notes.append(
-            "bytes on the data axis are not counted: the schedule is too large, or the model has too few layers for "
-            f"{schedule.num_stages} stages"
+            f"bytes on the data axis are not counted: {_why_uncounted(config, schedule, num_actions)}"
         )
     executed = None if executable is None else simulate(executable, costs, copies)
     _print(console, schedule, report, simulation, formula)
@@ -185,6 +185,23 @@ def _volume(config: TrainConfig, schedule: Schedule, executable: Schedule | None
         zero_stage=zero.stage,
     )
     return Volume(links=links, data=data)
+
+
+def _why_uncounted(config: TrainConfig, schedule: Schedule, num_actions: int) -> str:
+    if num_actions > MAX_DRAWN:
+        return (
+            f"the schedule has {num_actions} actions, above the {MAX_DRAWN} to which the data axis is added"
+        )
+    try:
+        partition(
+            config.model,
+            schedule.num_stages,
+            seq_length=config.data.seq_length,
+            vocab_size=config.expected_vocab_size,
+        )
+    except ValueError as error:
+        return f"the model does not divide into the schedule's {schedule.num_stages} stages ({error})"
+    raise AssertionError("the bytes of this schedule are counted")
 
 
 def _print_offload(console: Console, executed: Simulation, copies: CopyModel) -> None:

@@ -21,6 +21,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from counterflow.framework.checkpoint.manifest import has_checkpoint_name, newest
 from counterflow.framework.checks.rules import check, check_workload
 from counterflow.framework.config.mapping import config_hash, to_mapping
 from counterflow.framework.config.no_effect import without_effect
@@ -28,13 +29,14 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_identity, device_problems, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
 from counterflow.framework.metrics.sinks import check_logger
-from counterflow.framework.redaction import without_secrets
+from counterflow.framework.redaction import hidden_values, without_secrets
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.run_lock import LOCK_FILE, LockedError, RunLock, holder_of
 from counterflow.launch.compose import config_file_text
 from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
 from counterflow.launch.ranks.environment import JoinedRank, joined_rank, restart_problem, socket_environment
 from counterflow.launch.ranks.failure import describe, error_path, keep
+from counterflow.launch.ranks.rounds import agent_of, earlier_round, keep_agents, round_problem
 from counterflow.parallel.scratch_file import ScratchFile
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
             (config, context),
             num_ranks=num_ranks,
             run_dir=context.run_dir,
+            hidden=context.hidden,
             threads_per_rank=config.launcher.threads_per_rank,
             grace_s=config.launcher.grace_s,
         )
@@ -124,6 +127,19 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
         raise ConfigError(
             [f"{where}: no folder can be made there: {error}; name one that you may write to"]
         ) from error
+
+
+def check_out(out: Path | None) -> None:
+    """Look at --out before the data are prepared, which may take hours; it is looked at again when it is taken.
+
+    Raises ConfigError: where it holds something, or another run writes there.
+    """
+    if out is None or not out.exists():
+        return
+    holder = holder_of(out)
+    if holder is not None and holder.state != "gone":
+        raise ConfigError([f"--out {out}: {holder} writes a run there; name a new folder"])
+    _check_empty(out)
 
 
 def _check_empty(out: Path) -> None:
@@ -171,6 +187,8 @@ def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedR
     Raises ConfigError: in the second round of a job that torchrun or Slurm has restarted.
     """
     if restart_problem(os.environ, resume=config.checkpoint.resume, earlier=None) is None:
+        if joined is not None and joined.rank == 0:
+            _refuse_later_round(config, options, [agent_of(os.environ)])
         return
     if joined is not None and joined.rank:
         sys.exit(2)  # rank 0 tells
@@ -180,28 +198,41 @@ def _refuse_restart(config: TrainConfig, options: LaunchOptions, joined: JoinedR
     raise ConfigError([problem])
 
 
+def _refuse_later_round(
+    config: TrainConfig, options: LaunchOptions, agents: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """Raises ConfigError: where one of `agents` has started a run of this config before."""
+    found = earlier_round(_earlier_runs(config, options), agents)
+    if found is not None:
+        run_dir, agent = found
+        resume = short_path(run_dir.absolute()) if _has_checkpoint(run_dir) else None
+        raise ConfigError([round_problem(agent, short_path(run_dir.absolute()), resume=resume)])
+
+
 def _earlier_run(config: TrainConfig, options: LaunchOptions) -> str | None:
     """The newest run of this config that has a whole checkpoint."""
-    from counterflow.framework.trainer.resume_source import checkpoint_to_resume
+    folder = next(filter(_has_checkpoint, _earlier_runs(config, options)), None)
+    return None if folder is None else short_path(folder.absolute())
 
+
+def _earlier_runs(config: TrainConfig, options: LaunchOptions) -> list[Path]:
+    """The runs of this config, the newest first."""
+    if options.out is not None:
+        return [options.out]
     runs_dir = Path(config.launcher.runs_dir).expanduser()
-    named = sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
-    for folder in [options.out] if options.out is not None else named:
-        try:
-            checkpoint_to_resume(str(folder))
-        except (OSError, ValueError):
-            continue
-        return short_path(folder.absolute())
-    return None
+    return sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    from counterflow.framework.trainer.resume_source import checkpoints_of
+
+    return newest(checkpoints_of(run_dir))[0] is not None
 
 
 def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems: list[str] = []
     if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
-        problems.append(
-            f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
-            "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
-        )
+        problems.append(_no_folder(config.checkpoint.resume))
     elif config.checkpoint.resume is not None:
         problems += _resume_problems(config, config.checkpoint.resume)
     try:
@@ -215,6 +246,22 @@ def _check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems += _folder_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _no_folder(source: str) -> str:
+    path = Path(source)
+    if not path.exists():
+        return (
+            f"checkpoint.resume={source}: no such folder; name the folder of a run, as in "
+            "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
+        )
+    within = next((parent for parent in path.absolute().parents if has_checkpoint_name(parent)), None)
+    where = (
+        f"the folder that it is in, checkpoint.resume={short_path(within)}"
+        if within is not None
+        else "the folder of a run, as in runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
+    )
+    return f"checkpoint.resume={source}: it is a file, and a checkpoint is a folder; name {where}"
 
 
 def _folder_problems(config: TrainConfig) -> list[str]:
@@ -291,6 +338,7 @@ def prepare_run(
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
+    check_out(options.out)
     return _new_run(config, options, prepare_data(config, show=True), started_at, kind, held=held)
 
 
@@ -316,8 +364,18 @@ def _new_run(
         started_at=started_at,
         show_progress=True,
         json_output=options.json_output,
-        config_values=options.config_values or without_secrets(to_mapping(config)),
+        config_values=_as_written(config, options),
+        hidden=hidden_in(config, options),
     )
+
+
+def _as_written(config: TrainConfig, options: LaunchOptions) -> Mapping[str, Any]:
+    return options.config_values or without_secrets(to_mapping(config))
+
+
+def hidden_in(config: TrainConfig, options: LaunchOptions) -> dict[str, str]:
+    """Values of the config that must not be written down, and what is written for each."""
+    return hidden_values(to_mapping(config), _as_written(config, options))
 
 
 def _join(
@@ -346,7 +404,7 @@ def _join(
         )
     # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
     store = open_store(joined, config.comm.timeout_s)
-    council = Council(store, rank=rank, world_size=joined.world_size)
+    council = Council(store, rank=rank, world_size=joined.world_size, where=joined.meeting)
     if rank == 0:
         context = _lead(config, options, council, joined, started_at, held)
     else:
@@ -374,13 +432,18 @@ def _lead(
 ) -> RunContext:
     """Rank 0: compare what all ranks say, first their configs and then their data, and make the run's folder."""
     try:
-        council.arrive(facts_of(config))
+        council.arrive(facts_of(config, hidden_in(config, options)))
         council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
+        council.say("agents", {"agent": agent_of(os.environ)})
+        agents = [said["agent"] for said in council.hear("agents", timedelta(seconds=config.comm.timeout_s))]
+        _refuse_later_round(config, options, agents)
+        check_out(options.out)
         data = prepare_data(config, show=True)
         council.answer("prepared", {})
         council.say("data", _data_facts(config, data, joined))
         council.agree("data", _PREPARE_TIMEOUT, _data_problems)
         context = _new_run(config, options, data, started_at, held=held)
+        keep_agents(context.run_dir, agents)
     except BaseException as error:
         council.dismiss(error, ("prepared", "run"))
         raise
@@ -392,7 +455,8 @@ def _follow(
     config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
 ) -> RunContext:
     """Any other rank. Exits with 2 where rank 0 ends the run; it tells why."""
-    council.arrive(facts_of(config))
+    council.arrive(facts_of(config, hidden_in(config, options)))
+    council.say("agents", {"agent": agent_of(os.environ)})
     if council.wait_for("prepared", _PREPARE_TIMEOUT) is None:
         sys.exit(2)
     data: PreparedData | None = None
@@ -411,6 +475,7 @@ def _follow(
         started_at=started_at,
         show_progress=False,
         json_output=options.json_output,
+        hidden=hidden_in(config, options),
     )
 
 
@@ -424,7 +489,7 @@ def _data_problems(said: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _rank_failure(rank: int, error: Exception, context: RunContext) -> RunFailedError:
-    record = describe(rank, error)
+    record = describe(rank, error, context.hidden)
     path = error_path(context.run_dir, rank)
     not_kept = keep(path, record.traceback)
     if record.secondary:

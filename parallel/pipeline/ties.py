@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.collectives import Axis, all_reduce, named
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.operation import random_state, set_random_state
 
@@ -69,10 +69,12 @@ def refuse_ties_between_ranks(
     found = _ties_of(make_stage, modules, schedule, existing)
     if group is not None:
         count = torch.tensor(len(found), device=device)
-        all_reduce(count, Axis(group=group))
+        axis = Axis(group=group, name="pipeline")
+        all_reduce(count, axis)
         if count.item():
             gathered: list[object] = [None] * group.size()
-            dist.all_gather_object(gathered, found, group=group)  # pyright: ignore[reportUnknownMemberType]
+            with named("all-gather of objects", axis):
+                dist.all_gather_object(gathered, found, group=group)  # pyright: ignore[reportUnknownMemberType]
             found = sorted({tie for ties in cast("list[list[str]]", gathered) for tie in ties})
     if found:
         raise ValueError(

@@ -228,7 +228,7 @@ class Transport:
         """
         for group in (self._group, self._reverse_group):
             if group is not None and group.size() > 1:
-                all_reduce(torch.zeros((), device=self.device), Axis(group=group))
+                all_reduce(torch.zeros((), device=self.device), Axis(group=group, name="pipeline"))
         if self.device.type != "cuda" or self._group is None:
             return
         for source, destination, channel in channels_of(schedule):
@@ -236,7 +236,7 @@ class Transport:
                 ranks = [dist.get_global_rank(self._group, rank) for rank in (source, destination)]
                 group = new_group(ranks, f"pipeline {source} to {destination}: {channel}")
                 self._own[source, destination, channel] = group
-                all_reduce(torch.zeros((), device=self.device), Axis(group=group))
+                all_reduce(torch.zeros((), device=self.device), Axis(group=group, name="pipeline"))
 
     def close(self) -> None:
         """Destroy the communicators that `connect` made, and let go of the others."""

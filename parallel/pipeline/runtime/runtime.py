@@ -306,7 +306,7 @@ class Runtime:
             raise
         if share_losses and self.group is not None and self.transport.size > 1:
             with recorder.record(Activity.COLLECTIVE_WAIT):
-                all_reduce(step.losses, Axis(group=self.group))
+                all_reduce(step.losses, Axis(group=self.group, name="pipeline"))
         if self._on_unreached is not None and torch.is_grad_enabled():
             with recorder.record(Activity.COLLECTIVE_WAIT):
                 self._on_unreached(self._unreached(schedule))
@@ -320,7 +320,7 @@ class Runtime:
         passes_on = torch.zeros(schedule.num_stages, device=self.device)
         for index, stage in self.stages.items():
             passes_on[index] = stage.passes_on
-        all_reduce(passes_on, Axis(group=self.group))
+        all_reduce(passes_on, Axis(group=self.group, name="pipeline"))
         flags = cast("list[float]", passes_on.tolist())  # pyright: ignore[reportUnknownMemberType]
         return range(max((index for index in range(1, len(flags)) if not flags[index]), default=0))
 

@@ -140,11 +140,24 @@ def test_a_rank_that_somebody_terminates_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
     """Neither those that waited, nor the signals by which the launcher ends the rest, are the cause."""
     message = _one_message(_run("third_hangs", tmp_path))
-    assert message.startswith(
-        "FAILED rank 2 did not come to where others waited for it: it was in _compute_for_ever (toy_ranks.py:"
+    assert re.match(
+        r"FAILED rank 2 \(process \d+\) did not come to where others waited for it: it was in _compute_for_ever "
+        r"\(toy_ranks\.py:",
+        message,
     )
     assert re.search(r"rank [013] waited: .*[Tt]imed out", message)
     assert "_compute_for_ever" in (tmp_path / "rank-2-stack.txt").read_text()
+
+
+def test_a_stopped_rank_is_named_with_its_state_and_its_stack(tmp_path: Path) -> None:
+    message = _one_message(_run("third_is_stopped", tmp_path))
+    stack = tmp_path / "rank-2-stack.txt"
+    assert re.match(
+        r"FAILED rank 2 \(process \d+, stopped by a signal such as SIGSTOP\) did not come to where others waited for "
+        rf"it: it was in third_is_stopped \(toy_ranks\.py:\d+\); its stack is in {stack}; rank [013] waited: ",
+        message,
+    )
+    assert "third_is_stopped" in stack.read_text()
 
 
 def test_a_full_disk_is_named_though_nothing_can_be_written(tmp_path: Path) -> None:
