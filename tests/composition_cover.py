@@ -15,7 +15,7 @@ from typing import Any
 from counterflow.framework.config.compositions import REFUSALS
 from counterflow.framework.config.features import FEATURES, active_features
 from counterflow.framework.config.tree import TrainConfig
-from tests.tiny import MIXTURES, merged, tiny_config
+from tests.tiny import MIXTURES, layers_for, merged, tiny_config
 
 Pair = frozenset[str]
 NUM_STEPS = 2
@@ -109,8 +109,13 @@ def config_of(features: Iterable[str]) -> TrainConfig | None:
     for key in SWITCHES:  # in one order, whatever the order of `features`
         if key in wanted:
             nodes = merged(nodes, SWITCHES[key])
+    layout = _layout(nodes)
+    small = {
+        "model": {"num_layers": layers_for(layout["schedule"], layout["pp"])},
+        "data": {"validation_batches": 1},
+    }
     try:
-        config = tiny_config(**_without_layout(nodes), **_layout(nodes))
+        config = tiny_config(**merged(_without_layout(nodes), small), **layout)
     except ValueError:
         return None
     return config if wanted <= {feature.key for feature in active_features(config)} else None

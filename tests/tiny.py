@@ -12,6 +12,7 @@ from counterflow.framework.config.mapping import from_mapping
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData, prepare
 from counterflow.framework.trainer.run import RunContext
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {
@@ -100,6 +101,18 @@ def tiny_config(
     config = from_mapping(TrainConfig, merged(merged(TINY, layout), nodes))
     check(config)
     return config
+
+
+def layers_for(schedule: str, num_ranks: int) -> int:
+    """As many layers as the schedule has stages, and two where it has one: more of them prove the same."""
+    num_stages = generate(schedule, num_ranks, 2 * num_ranks).num_stages
+    return max(2, num_stages)
+
+
+def with_few_layers(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `tiny_config` with `layers_for` their schedule, where they do not say how many."""
+    few = layers_for(layout.get("schedule", "1f1b"), layout.get("pp", 1))
+    return merged({"model": {"num_layers": few}}, layout)
 
 
 def prepare_tiny(folder: Path) -> PreparedData:

@@ -1,4 +1,8 @@
-"""Checkpoints of a run: which tensors, under which names, and when."""
+"""Checkpoints of a run: which tensors, under which names, and when.
+
+The storage is imported where it is used: with torch.distributed.checkpoint comes DTensor, and with that sympy, which
+cost a rank that saves nothing more than torch itself does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ import torch.distributed as dist
 from counterflow.framework.checkpoint.manifest import CheckpointError, prune, step_folder, step_of
 from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
-from counterflow.framework.checkpoint.storage import load, read_rank_state, save
 from counterflow.framework.config.mapping import to_mapping
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
@@ -132,6 +135,8 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
+    from counterflow.framework.checkpoint.storage import save
+
     shards = list(state_shards(assembly, every_copy=False))
     if assembly.config.compression.method != "none":
         metadata["compression"] = compression_layout(assembly)
@@ -188,6 +193,8 @@ def _resume(assembly: Assembly, run: RunContext, holding: ExitStack) -> int:
     source = assembly.config.checkpoint.resume
     if source is None:
         return 0
+    from counterflow.framework.checkpoint.storage import load, read_rank_state
+
     config, world = assembly.config, assembly.mesh.world
     with patient(assembly, f"while the checkpoints of {source} were read"):
         folder, manifest = agreed_checkpoint(

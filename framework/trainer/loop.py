@@ -128,7 +128,8 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
     if deterministic:
-        torch.use_deterministic_algorithms(True)
+        # As `use_deterministic_algorithms` does, which tells inductor too, and for that imports all of torch.compile.
+        torch.set_deterministic_debug_mode("error")
         # It is for finding reads of uninitialised memory, and costs a fill of every new tensor.
         deterministic_kernels.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 

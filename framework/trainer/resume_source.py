@@ -27,7 +27,6 @@ from counterflow.framework.checkpoint.manifest import (
     step_of,
     whole_problem,
 )
-from counterflow.framework.checkpoint.storage import damage
 from counterflow.framework.trainer.run_lock import Holder, LockedError, RunLock, holder_of
 
 logger = logging.getLogger(__name__)
@@ -99,6 +98,8 @@ def agreed_checkpoint(
     Raises, on every rank alike, ValueError: where there is none, or the run that is named still writes.
     CheckpointError: where the one that was named is damaged, or ranks see different ones.
     """
+    from counterflow.framework.checkpoint.storage import damage
+
     rank, _ = place_in(group)
     passed: list[str] = []
     before: int | None = None

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
             run_rank,  # what the ranks need is imported once, before they are forked
         )
 
+        _import_what_ends_a_run(config)
         results = run_local(
             run_rank,
             (config, context),
@@ -99,6 +101,14 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
             grace_s=config.launcher.grace_s,
         )
         return _summary(results[0], context)
+
+
+def _import_what_ends_a_run(config: TrainConfig) -> None:
+    """What ranks import only where they save or draw; the time to end in order is too short for it."""
+    if config.checkpoint.enabled or config.checkpoint.resume is not None:
+        import_module("counterflow.framework.checkpoint.storage")
+    if config.logger.name != "none":
+        import_module("matplotlib.backends.backend_agg")
 
 
 def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datetime | None = None) -> Path:

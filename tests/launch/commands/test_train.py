@@ -22,7 +22,7 @@ from counterflow.launch.cli import main
 from counterflow.launch.commands.train import make_run_dir
 from counterflow.launch.compose import compose_config
 from counterflow.launch.ranks.rounds import agent_of, keep_agents
-from tests.commands import run_command
+from tests.commands import Started, run_command
 
 _ROOT = Path(__file__).parents[3]
 _TINY = [
@@ -200,7 +200,21 @@ def _joined(
     started_by: str = "torchrun",
     of_rank: tuple[str, ...] = ("seed=0", "seed=0"),
 ) -> list[tuple[int, str, str]]:
-    """Start the module once for each rank, each with an override of its own."""
+    """Start the command once for each rank, each with an override of its own."""
+    words = ["train", "--json", f"launcher.runs_dir={tmp_path}", *overrides]
+    ranks = [
+        Started(main, [*words, own], environment=environment)
+        for own, environment in zip(of_rank, _environments(started_by, len(of_rank)), strict=True)
+    ]
+    try:
+        return [rank.finish() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def _joined_as_modules(overrides: list[str], tmp_path: Path) -> list[tuple[int, str, str]]:
+    """The same as a user's torchrun does it: a new Python for each rank."""
     ranks = [
         subprocess.Popen(
             [
@@ -211,7 +225,6 @@ def _joined(
                 "--json",
                 f"launcher.runs_dir={tmp_path}",
                 *overrides,
-                own,
             ],
             cwd=_ROOT,
             env={**os.environ, **environment},
@@ -219,14 +232,15 @@ def _joined(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for own, environment in zip(of_rank, _environments(started_by, len(of_rank)), strict=True)
+        for environment in _environments("torchrun", 2)
     ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, outputs, strict=True)]
 
 
 def test_joining_ranks_that_somebody_else_started(tmp_path: Path, cache: str) -> None:
-    first, second = _joined([*_TINY, cache, "parallel.data_parallel_size=2"], tmp_path)
+    overrides = [*_TINY, cache, "parallel.data_parallel_size=2"]
+    first, second = _joined_as_modules(overrides, tmp_path)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     (run_dir,) = tmp_path.iterdir()
     assert json.loads(first[1])["run_dir"] == str(run_dir)
