@@ -111,7 +111,7 @@ class TransformerStage(nn.Module):
     have to be summed over the two stages.
 
     With MTP modules the last stage returns the logits and the hidden states [B, S, H] or [B, S/tp, H] after its
-    norm, which `further_predictions` takes. Where it is not the first, it has a copy of the embedding too,
+    norm, which `mtp_predictions` takes. Where it is not the first, it has a copy of the embedding too,
     `mtp.embedding.weight` (or, with tied embeddings, `head.weight` is that copy).
 
     experts: where the experts of mixture layers are; None: all of them here (one process).
@@ -216,7 +216,7 @@ class TransformerStage(nn.Module):
         logits = self._logits(hidden)
         return logits if self.mtp is None else (logits, hidden)
 
-    def further_predictions(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def mtp_predictions(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of each MTP module: logits, as `forward` returns them, and their targets, int64 [B, S].
 
         hidden: the second result of `forward`. targets: int64 [B, S], the token after each position.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from counterflow.framework.checks.rules import build_schedule, check
-from counterflow.framework.config.compositions import to_markdown
+from counterflow.framework.checks.rules.markdown import to_markdown
 from counterflow.launch.bench.run import config_of
 from counterflow.launch.cli import parse
 from counterflow.launch.commands.balance import plan_from

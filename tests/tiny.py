@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.framework.checks.rules import check
+from counterflow.framework.checks.rules.rule import merged as merged
 from counterflow.framework.config.mapping import from_mapping
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData, prepare
@@ -71,15 +72,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "mtp": {"num_modules": 1},
     },
 }
-
-
-def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """`first` with the values of `second` put in, nested."""
-    result = dict(first)
-    for key, value in second.items():
-        is_node = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if is_node else value
-    return result
 
 
 def tiny_config(

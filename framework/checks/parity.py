@@ -35,6 +35,7 @@ from torch import Tensor
 
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, save
+from counterflow.framework.checks.rules.commands import PARITY_STEPS as NUM_STEPS
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.optim.offload_config import OptimizerOffloadConfig
@@ -50,7 +51,6 @@ from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.zero.config import ZeroConfig
 
-NUM_STEPS = 5
 # Loss and gradients in fp32, DESIGN's bound: rounding in another order, nothing more.
 FP32_TOLERANCE = 1e-5
 # Of the norm of the whole gradient: eight units of the last place of fp32.

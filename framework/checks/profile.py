@@ -64,7 +64,9 @@ def measure(
     group = cast(dist.ProcessGroup, dist.new_group(list(range(tensor_size)))) if tensor_size > 1 else None
     slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     # I and B are measured with what they run again.
-    plan = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu").recompute_plan
+    plan = Workload(
+        config=config, vocab_size=vocab_size, device_type="cpu" if device.type == "cpu" else "cuda"
+    ).recompute_plan
     shapes: list[StageShape] = [
         (
             tuple((config.model.is_moe_layer(index), plan.get(index, NOTHING)) for index in cut.layers),
@@ -155,7 +157,7 @@ class _Probe:
         if self._is_last:
             predictions = [(outputs[0], self._target)]
             if len(outputs) > 1:
-                predictions += self._module.further_predictions(outputs[1], self._target)
+                predictions += self._module.mtp_predictions(outputs[1], self._target)
             losses = [
                 vocab_parallel_cross_entropy(logits, target, self._tensor, vocab_size=self._vocab_size).sum()
                 for logits, target in predictions

@@ -136,7 +136,7 @@ class ModelOptimizer:
         """Go on after `num_steps` updates; the tensors of `owned` have been filled, masters and state."""
         assert not self.is_ahead
         self.num_steps = num_steps
-        self._publish()
+        self._sync_parameters()
 
     @torch.no_grad()
     def gradient_norm(self, recorder: Recorder | None = None) -> float:
@@ -235,7 +235,7 @@ class ModelOptimizer:
             if is_made:
                 self._finish(norm, ahead.learning_rate)
             else:
-                self._publish()
+                self._sync_parameters()
         if error is not None:
             raise error
         return Validation(verdict=verdict, is_redone=True)
@@ -260,9 +260,9 @@ class ModelOptimizer:
     def _update(self, learning_rate: float) -> None:
         self.updater.update(self._parts(), step=self.num_steps + 1, learning_rate=learning_rate)
         self.num_steps += 1
-        self._publish()
+        self._sync_parameters()
 
-    def _publish(self) -> None:
+    def _sync_parameters(self) -> None:
         for stage in self._stages:
             stage.sync_parameters()
 

@@ -74,8 +74,10 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
 
     Raises ValueError: where the layout does not fit the processes, the schedule or the model.
     """
-    vocab_size = config.model.vocab_size or data.vocab_size
-    workload = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+    workload = Workload.of(
+        config, data_vocab_size=data.vocab_size, device_type="cpu" if device.type == "cpu" else "cuda"
+    )
+    vocab_size = workload.vocab_size
     schedule = workload.schedule(workload.full_size)
     mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
     axes = _axes_of(mesh)
@@ -129,7 +131,7 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         interleaver=interleaver,
         offloader=offloader_for(
             config,
-            workload.room,
+            workload.activation_budget,
             {index: stage.module for index, stage in runtime_stages.items()},
             device=device,
         ),

@@ -163,14 +163,6 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
         for record in train(assembly, first_step):
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
         return None
-    if config.never_compresses:
-        logger.warning(
-            "compression.method=%s: no gradient is compressed, for compression.warmup_steps=%d are all of "
-            "training.num_steps=%d; lower the first or train longer",
-            config.compression.method,
-            config.compression.warmup_steps,
-            config.training.num_steps,
-        )
     values = run.config_values or to_mapping(config)
     sinks = open_sinks(config.logger, run.run_dir, values, first_step, hidden=run.hidden)
     if run.show_progress:

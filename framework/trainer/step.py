@@ -45,7 +45,7 @@ class TokenLoss:
         config, runtime = self._assembly.config.model.mtp, self._assembly.runtime
         stage = runtime.stages[runtime.schedule.num_stages - 1].module
         assert isinstance(stage, TransformerStage)
-        predictions = stage.further_predictions(hidden, targets)
+        predictions = stage.mtp_predictions(hidden, targets)
         further = torch.stack([self._loss(*each) for each in predictions]).mean()
         self.mtp_loss += further.detach()
         whole = loss + config.loss_weight * (further - further.detach())

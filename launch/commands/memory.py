@@ -11,7 +11,6 @@ from typing import Any
 from counterflow.framework.checks.rules import check
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.devices import check_devices
-from counterflow.framework.errors import ConfigError
 from counterflow.framework.trainer.run import RunContext
 from counterflow.launch.commands.parity import layout_text
 from counterflow.launch.commands.train import LaunchOptions, prepare_run
@@ -23,15 +22,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
-    check(config)
-    if config.zero.engine != "native":
-        raise ConfigError(
-            [
-                f"zero.engine={config.zero.engine}: what it holds is not known here; set zero.engine=native, or look "
-                "at peak_memory_bytes in the records of a run"
-            ]
-        )
-
+    check(config, "memory")
     check_devices(config, config.parallel.world_size)
     from counterflow.framework.checks.memory import to_mapping
     from counterflow.launch.ranks.elastic import run_local
@@ -104,10 +95,12 @@ def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
     from counterflow.framework.planning.workload import Workload
     from counterflow.models.cost import hardware_flops_per_token
 
-    vocab_size = config.model.vocab_size or data_vocab_size
-    plan = Workload(config, vocab_size=vocab_size).recompute_plan
+    workload = Workload.of(config, data_vocab_size=data_vocab_size)
+    plan = workload.recompute_plan
     model, hardware = (
-        hardware_flops_per_token(config.model, each, seq_length=config.data.seq_length, vocab_size=vocab_size)
+        hardware_flops_per_token(
+            config.model, each, seq_length=config.data.seq_length, vocab_size=workload.vocab_size
+        )
         for each in ({}, plan)
     )
     return {

@@ -18,7 +18,7 @@ from typing import Any
 from counterflow.framework.checks.rules import check
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.devices import check_devices
-from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError
+from counterflow.framework.errors import RunFailedError, RunInterruptedError
 from counterflow.framework.trainer.run import RunContext
 from counterflow.launch.commands.train import LaunchOptions, make_run_dir, prepare_run, short_path
 
@@ -32,9 +32,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     """
     # Neither records nor checkpoints: the comparison reads its own files.
     config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
-    check(config)
-    if problems := _refused(config):
-        raise ConfigError(problems)
+    check(config, "parity")
     check_devices(config, config.parallel.world_size)
 
     from counterflow.framework.checkpoint.manifest import step_folder
@@ -67,56 +65,6 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             grace_s=config.launcher.grace_s,
         )
     return {"layout": layout_text(config), "run_dir": str(context.run_dir), **to_mapping(parity)}
-
-
-def _refused(config: TrainConfig) -> list[str]:
-    """What parity, five plain steps of a layout beside one process, cannot judge."""
-    problems: list[str] = []
-    if config.zero.engine != "native":
-        problems.append(
-            f"zero.engine={config.zero.engine}: its gradients are its own business; `counterflow bench deepspeed` "
-            "compares its losses and norms with ours"
-        )
-    if config.compression.method != "none":
-        problems.append(
-            f"compression.method={config.compression.method}: compressed gradients are not those of one process, "
-            "and parity is to 1e-5; set compression=none"
-        )
-    if config.compression.weights != "none":
-        problems.append(
-            f"compression.weights={config.compression.weights}: rounded weights are not those of one process, and "
-            "parity is to 1e-5; set compression.weights=none"
-        )
-    if config.comm.pipeline_payload != "compute":
-        problems.append(
-            f"comm.pipeline_payload={config.comm.pipeline_payload}: activations are rounded on their way, and parity "
-            "is to 1e-5; set comm.pipeline_payload=compute"
-        )
-    precision = config.precision
-    if precision.compute == "fp16":
-        problems.append(
-            "precision.compute=fp16: a step whose gradients overflow is skipped, and parity compares every step; set "
-            "precision=fp32 or precision=bf16"
-        )
-    for name, plain in (("reduce", "fp32"), ("optimizer_states", "fp32"), ("linear", "compute")):
-        if getattr(precision, name) != plain:
-            problems.append(
-                f"precision.{name}={getattr(precision, name)}: what is rounded differs from one process, and parity is "
-                f"to 1e-5; set precision.{name}={plain}"
-            )
-    from counterflow.framework.checks.parity import NUM_STEPS
-
-    if config.balance.interval_steps >= NUM_STEPS:
-        problems.append(
-            f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the {NUM_STEPS} steps that "
-            f"parity compares; set balance.interval_steps to less than {NUM_STEPS}, or to 0"
-        )
-    if config.comm.expert_payload != "compute" and config.parallel.expert_parallel_size > 1:
-        problems.append(
-            f"comm.expert_payload={config.comm.expert_payload}: hidden states are rounded on their way, and parity is "
-            "to 1e-5; set comm.expert_payload=compute"
-        )
-    return problems
 
 
 def layout_text(config: TrainConfig) -> str:

@@ -45,7 +45,7 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     num_ranks = config.parallel.pipeline_parallel_size
     source = schedule_from(config.schedule, num_ranks)
     schedule, notes = source.schedule, [source.note] if source.note else []
-    workload = Workload(config)
+    workload = Workload.of(config)
     num_actions = sum(map(len, schedule.actions))
     report = verify(schedule)
     executable = (
@@ -61,7 +61,7 @@ def run(config: TrainConfig, output_dir: Path, *, console: Console) -> dict[str,
     copies = None
     if executable is not None:
         executable = workload.offloaded(executable)
-        copies = copy_model(config, workload.room)
+        copies = copy_model(config, workload.activation_budget)
         report = verify(executable)
 
     costs = schedule_costs(workload, schedule)

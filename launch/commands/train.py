@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.checkpoint.manifest import has_checkpoint_name, newest
-from counterflow.framework.checks.rules import check, check_workload
+from counterflow.framework.checks.rules import check, check_workload, warnings_of
 from counterflow.framework.config.mapping import config_hash, to_mapping
-from counterflow.framework.config.no_effect import without_effect
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_identity, device_problems, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
@@ -73,7 +72,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     _refuse_restart(config, options, joined)
     check(config)
     if joined is None or joined.rank == 0:
-        for sentence in without_effect(config):
+        for sentence in warnings_of(config):
             _say(f"warning: {sentence}")
     _check_environment(config, joined)
     if joined is not None:
