@@ -32,7 +32,7 @@ from counterflow.parallel.mesh import Mesh
 from counterflow.parallel.parameters import initialize, place, placement_of
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
-from counterflow.parallel.zero.unit import PersistentBytes
+from counterflow.parallel.zero.layout import PersistentBytes
 
 
 class ModelParallelUnit:

@@ -28,8 +28,9 @@ from counterflow.framework.optim.step_guard import StepGuard, StepVerdict
 from counterflow.framework.optim.updaters.updater import Part, TorchAdamW, Updater
 from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
+from counterflow.parallel.zero.layout import Fragment, PersistentBytes
 from counterflow.parallel.zero.stage import ShardedStage
-from counterflow.parallel.zero.unit import FlatUnit, Fragment, PersistentBytes
+from counterflow.parallel.zero.unit import FlatUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

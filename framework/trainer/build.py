@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +43,7 @@ from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 from counterflow.parallel.pipeline.runtime.payload import payload_of
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import Stage
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,9 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
     vocab_size = config.model.vocab_size or data.vocab_size
     workload = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu")
     schedule = workload.schedule(workload.full_size)
-    mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
+    mesh = build_mesh(
+        config.parallel, mirrored=schedule.num_directions > 1, shard_size=config.zero.shard_size
+    )
     axes = _axes_of(mesh)
     slices = partition(
         config.model, schedule.num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size
@@ -180,11 +183,18 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
 
 def _axes_of(mesh: Mesh) -> Axes:
     meter = ByteMeter()
+
+    def replicas(groups: Sequence[dist.ProcessGroup | None], name: str) -> ReplicaAxes:
+        whole, shard, across = (Axis(group=group, name=name, meter=meter) for group in groups)
+        return ReplicaAxes(whole=whole, shard=shard, across=across)
+
     return Axes(
         tensor=Axis(group=mesh.tensor, name="tensor", meter=meter),
-        replica=Axis(group=mesh.replica, name="data", meter=meter),
+        replicas=replicas((mesh.replica, mesh.shard, mesh.shard_replica), "data"),
         expert=Axis(group=mesh.expert, name="expert", meter=meter),
-        expert_replica=Axis(group=mesh.expert_replica, name="expert_data", meter=meter),
+        expert_replicas=replicas(
+            (mesh.expert_replica, mesh.expert_shard, mesh.expert_shard_replica), "expert_data"
+        ),
         embedding=Axis(group=mesh.embedding, name="pipeline", meter=meter),
         world=Axis(group=mesh.world, name="world", meter=meter),
         meter=meter,
@@ -206,21 +216,19 @@ def _choose_kernels(
 def _sharded(
     module: TransformerStage, config: TrainConfig, axes: Axes, *, is_tied: bool, device: torch.device
 ) -> ShardedStage:
-    return ShardedStage(
-        module,
-        config.zero,
-        replica=axes.replica,
+    context = ZeroContext(
+        config=config.zero,
+        replica=axes.replicas,
         tensor=axes.tensor,
-        expert_replica=axes.expert_replica,
+        expert_replica=axes.expert_replicas,
         expert=axes.expert,
         dtype=COMPUTE_DTYPES[config.precision.compute],
         device=device,
-        seed=config.seed,
-        is_tied=is_tied,
         compression=config.compression,
         host_masters=config.optimizer.offload.tier == "host" and device.type != "cpu",
         reduce_dtype=COMPUTE_DTYPES[config.precision.reduce],
     )
+    return ShardedStage(module, context, blocks=module.blocks(), seed=config.seed, is_tied=is_tied)
 
 
 def balancer(config: TrainConfig) -> Balancer | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -14,6 +14,8 @@ from torch.autograd.graph import GradientEdge
 
 from counterflow.parallel.ops.weight_grad import WeightGradStore
 from counterflow.parallel.pipeline.gradient_sum import GradientSum
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.pipeline.runtime.adoption import Adoption, adopt, release
 from counterflow.parallel.pipeline.runtime.boundary import (
     Entrance,
@@ -40,8 +42,14 @@ class StageParameters(Protocol):
         """Zero the accumulated gradients."""
         ...
 
-    def unshard(self) -> None:
-        """UNSHARD: start gathering the whole parameters."""
+    def running(
+        self, kind: Kind, stage: int, microbatch: int, recorder: Recorder
+    ) -> AbstractContextManager[None]:
+        """An F, B, I or W of `stage` runs within; what it waits for goes to `recorder`."""
+        ...
+
+    def unshard(self, passes: Sequence[Kind] = ()) -> None:
+        """UNSHARD: start gathering the parameters. passes: what reads them before the next RESHARD, in order."""
         ...
 
     def wait_unshard(self) -> bool:
@@ -58,6 +66,14 @@ class StageParameters(Protocol):
 
     def finish_step(self) -> None:
         """Return once the reduced gradients are here."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what is under way, after a step that failed or was taken back."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the module and of groups; the stage runs no more."""
         ...
 
 
@@ -104,7 +120,12 @@ class PlainParameters:
             if total is not None:
                 total.begin()
 
-    def unshard(self) -> None: ...
+    def running(
+        self, kind: Kind, stage: int, microbatch: int, recorder: Recorder
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unshard(self, passes: Sequence[Kind] = ()) -> None: ...
 
     def wait_unshard(self) -> bool:
         return False
@@ -121,6 +142,8 @@ class PlainParameters:
         if self._shared is not None:
             self._shared.start()
             self._shared.finish()
+
+    def discard(self) -> None: ...
 
     def forget_zeros(self) -> None:
         """After a step whose loss does not depend on the stage: gradients that are zero are none, as in plain torch."""
@@ -267,13 +290,15 @@ class Stage:
         return self.weight_grads.run_so_far(microbatch)
 
     def discard(self) -> None:
-        """Drop every micro-batch in flight, after a step that failed."""
+        """Drop every micro-batch in flight, after a step that failed or was taken back."""
         self._in_flight.clear()
+        self.parameters.discard()
         self.weight_grads.discard()
 
     def close(self) -> None:
         """Give the module's layers their own forward back; the stage runs no more."""
         self.discard()
+        self.parameters.close()
         release(self.module, self.weight_grads)
 
 
