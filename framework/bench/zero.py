@@ -92,7 +92,7 @@ class FullyShardPeer:
             # Gradients are averaged over ranks.
             loss = losses.sum() / batch.num_valid_tokens * dist.get_world_size()
             loss.backward()
-            total += float(loss) / dist.get_world_size()
+            total += float(loss.detach()) / dist.get_world_size()
         if self._max_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._max_norm)
         self._optimizer.step()
@@ -124,45 +124,55 @@ def measure_zero(
 
 
 def _measured(config: TrainConfig, data: PreparedData, *, repeats: int, deepspeed: bool) -> ZeroRow:
-    seed_everything(config.seed, deterministic=config.deterministic)
-    with build(config, data, _CPU) as assembly:
-
-        def ours(step: int) -> float:
-            return sum(rank.loss for rank in train_step(assembly, step).ranks)
-
-        losses = [ours(0)]
-        peak = _peak(lambda: ours(1))
-        sent = sum(assembly.axes.meter.sent_bytes().values())
-    del assembly, ours
-    gc.collect()
-    with build(config, data, _CPU) as batches:
-        peer = FullyShardPeer(config, batches.vocab_size)
-
-        def theirs(step: int) -> float:
-            return _summed(peer.step(batches.train.batch(step)))
-
-        their_losses = [theirs(0)]
-        batch = batches.train.batch(1)
-        bound = lower_bound(batches)
-        del batches
-        gc.collect()
-        their_peak = _peak(lambda: peer.step(batch))
-    del theirs
-    gc.collect()
+    ours = _ours_alone(config, data)
+    peer, theirs = _fully_shard_alone(config, data)
     seconds = _turns(config, data, peer, repeats=repeats, deepspeed=deepspeed)
     return ZeroRow(
         dp=config.parallel.data_parallel_size,
         units=config.zero.units,
         reduce=config.zero.reduce,
-        peak_bytes=peak,
-        fully_shard_peak_bytes=their_peak,
+        peak_bytes=ours.peak_bytes,
+        fully_shard_peak_bytes=theirs.peak_bytes,
         step_s=statistics.median(seconds["ours"]),
         step_ratio_fully_shard=_ratio(seconds["fully_shard"], seconds["ours"]),
         step_ratio_deepspeed=_ratio(seconds["deepspeed"], seconds["ours"]) if deepspeed else None,
-        sent_bytes=sent,
-        lower_bound_bytes=bound,
-        loss_difference=abs(losses[0] - their_losses[0]),
+        sent_bytes=ours.sent_bytes,
+        lower_bound_bytes=ours.lower_bound_bytes,
+        loss_difference=abs(ours.loss - theirs.loss),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alone:
+    """A step while nothing else is in memory. loss: of the first step, before any update."""
+
+    peak_bytes: int
+    loss: float
+    sent_bytes: int = 0
+    lower_bound_bytes: int = 0
+
+
+def _ours_alone(config: TrainConfig, data: PreparedData) -> _Alone:
+    seed_everything(config.seed, deterministic=config.deterministic)
+    with build(config, data, _CPU) as assembly:
+        loss = sum(rank.loss for rank in train_step(assembly, 0).ranks)
+        return _Alone(
+            peak_bytes=_peak(lambda: train_step(assembly, 1)),
+            loss=loss,
+            sent_bytes=sum(assembly.axes.meter.sent_bytes().values()),
+            lower_bound_bytes=lower_bound(assembly),
+        )
+
+
+def _fully_shard_alone(config: TrainConfig, data: PreparedData) -> tuple[FullyShardPeer, _Alone]:
+    with build(config, data, _CPU) as assembly:
+        vocab_size = assembly.vocab_size
+        batches = [assembly.train.batch(step) for step in range(2)]
+    gc.collect()
+    peer = FullyShardPeer(config, vocab_size)
+    loss = torch.tensor(peer.step(batches[0]), dtype=torch.float64)
+    dist.all_reduce(loss)
+    return peer, _Alone(peak_bytes=_peak(lambda: peer.step(batches[1])), loss=float(loss))
 
 
 def lower_bound(assembly: Assembly) -> int:
@@ -220,12 +230,6 @@ def _turns(
     for assembly in assemblies.values():
         assembly.close()
     return {name: each[1:] for name, each in seconds.items()}
-
-
-def _summed(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total)
 
 
 def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
