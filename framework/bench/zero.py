@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.loader import Batch
 from counterflow.framework.data.prepare import PreparedData
+from counterflow.framework.memory.estimate import held_by
 from counterflow.framework.memory.live import LiveBytes, alive_tensors
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build
@@ -157,7 +158,7 @@ def _ours_alone(config: TrainConfig, data: PreparedData) -> _Alone:
     with build(config, data, _CPU) as assembly:
         loss = sum(rank.loss for rank in train_step(assembly, 0).ranks)
         return _Alone(
-            peak_bytes=_peak(lambda: train_step(assembly, 1)),
+            peak_bytes=_peak(lambda: train_step(assembly, 1), held_by(assembly)),
             loss=loss,
             sent_bytes=sum(assembly.axes.meter.sent_bytes().values()),
             lower_bound_bytes=lower_bound(assembly),
@@ -165,14 +166,18 @@ def _ours_alone(config: TrainConfig, data: PreparedData) -> _Alone:
 
 
 def _fully_shard_alone(config: TrainConfig, data: PreparedData) -> tuple[FullyShardPeer, _Alone]:
-    with build(config, data, _CPU) as assembly:
-        vocab_size = assembly.vocab_size
-        batches = [assembly.train.batch(step) for step in range(2)]
+    vocab_size, batches = _batches(config, data)
     gc.collect()
     peer = FullyShardPeer(config, vocab_size)
     loss = torch.tensor(peer.step(batches[0]), dtype=torch.float64)
     dist.all_reduce(loss)
     return peer, _Alone(peak_bytes=_peak(lambda: peer.step(batches[1])), loss=float(loss))
+
+
+def _batches(config: TrainConfig, data: PreparedData) -> tuple[int, list[Batch]]:
+    """The vocabulary, and this rank's part of the first two steps; nothing that made them is kept."""
+    with build(config, data, _CPU) as assembly:
+        return assembly.vocab_size, [assembly.train.batch(step) for step in range(2)]
 
 
 def lower_bound(assembly: Assembly) -> int:
@@ -195,12 +200,12 @@ def lower_bound(assembly: Assembly) -> int:
     return (gathered + reduced) * (dist.get_world_size() - 1) // dist.get_world_size()
 
 
-def _peak(run: Callable[[], object]) -> int:
-    """The most bytes alive while `run` runs, over all ranks."""
+def _peak(run: Callable[[], object], held: dict[str, list[torch.Tensor]] | None = None) -> int:
+    """The most bytes alive while `run` runs, over all ranks; held: what is known to be there before, by its part."""
     gc.collect()
-    with LiveBytes(alive_tensors(_CPU)) as live:
+    with LiveBytes({**(held or {}), "other": alive_tensors(_CPU)}) as live:
         run()
-    peak = torch.tensor(live.peak, dtype=torch.int64)
+    peak = torch.tensor(live.peak.num_bytes, dtype=torch.int64)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
 

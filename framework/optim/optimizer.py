@@ -188,6 +188,11 @@ class ModelOptimizer:
             self._finish(norm, learning_rate)
         return StepVerdict(grad_norm=norm, skipped=skipped)
 
+    @torch.no_grad()
+    def update_unclipped(self, learning_rate: float) -> None:
+        """Update without looking at the norm, whose value a dry run does not have."""
+        self._update(learning_rate)
+
     @property
     def can_step_ahead(self) -> bool:
         """Whether the next step may be made before its norm is known; the same on every rank."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.compress.reduction import PendingReduction, PlainReduction, Steps
+from counterflow.parallel.memory_parts import memory_of
 
 
 class HybridReduction:
@@ -26,7 +27,8 @@ class HybridReduction:
         return PendingReduction(self._steps(buffer, out))
 
     def _steps(self, buffer: Tensor, out: Tensor) -> Steps:
-        shard = buffer.new_empty(buffer.numel() // self._num_within)
+        with memory_of("gradients"):
+            shard = buffer.new_empty(buffer.numel() // self._num_within)
         within = yield from self._within.steps(buffer, shard)
         second = self._across.start(shard, out)
         yield second

@@ -134,6 +134,9 @@ class ShardedStage:
             if self._reductions is not None and kind is not Kind.F:
                 stack.enter_context(self._reductions.running(kind, stage, microbatch, recorder))
             yield
+        if self._reductions is not None and kind is Kind.F:
+            # The last block's of the backward before had this forward to hide behind.
+            self._reductions.finish()
 
     def unshard(self, passes: Sequence[Kind] = ()) -> None:
         if self._gathers is not None:

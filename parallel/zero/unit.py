@@ -47,6 +47,7 @@ from counterflow.parallel.compress.codec import Codec
 from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.compress.reduction import PendingReduction, ReductionReport
 from counterflow.parallel.compress.weights import PendingGather, WeightGather
+from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.parameters import expert_runs, initialize, place, placement_of
 from counterflow.parallel.zero.buffers import Buffers
 from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
@@ -287,7 +288,7 @@ class FlatUnit:
                 self._shard.copy_(self.master, non_blocking=True)
             return
         owned = self._whole.data.narrow(0, self._owned_start, self._owned_size)
-        is_alias = owned.data_ptr() == self.master.data_ptr()
+        is_alias = self._is_alias
         if self._zero_stage >= 1:
             source = self.master.clone() if is_alias else self._source()
             self._syncing = self._gather.start(self._whole.data, source)
@@ -317,7 +318,8 @@ class FlatUnit:
         if self.is_early:
             name = self._slot_of[id(parameter)].name
             if name not in self._early:
-                self._early[name] = torch.zeros(grad.shape, device=grad.device)
+                with memory_of("gradients"):
+                    self._early[name] = torch.zeros(grad.shape, device=grad.device)
             self._early[name].add_(grad)
         else:
             self.gradient_buffer(parameter).add_(grad)
@@ -341,7 +343,8 @@ class FlatUnit:
             whole.mul_(1 / self.loss_scale)
         # The own range of the whole buffer is input and output at stage 1: keep them apart.
         is_apart = self._reduces_often or self._zero_stage == 1
-        self._incoming = torch.empty_like(self._grad) if is_apart else self._grad
+        with memory_of("gradients"):
+            self._incoming = torch.empty_like(self._grad) if is_apart else self._grad
         if self._has_reduced:
             # One step of the reduction, in however many parts.
             self.reduction.num_steps -= 1
@@ -429,12 +432,28 @@ class FlatUnit:
         return self._grad
 
     @property
+    def _is_alias(self) -> bool:
+        """Whether the masters are a part of what the module sees."""
+        return self.master.untyped_storage()._cdata == self._whole.untyped_storage()._cdata
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What it keeps between steps, or fills again in each, by the part of memory (parallel/memory_parts.py)."""
+        whole = "gathered" if self._shards_parameters else "parameters"
+        shard = [] if self._shard is None else [self._shard]
+        grads = [self._grad] if self._grad_whole is None else [self._grad, self._grad_whole]
+        return {
+            whole: [self._whole],
+            "parameters": [*([] if whole == "gathered" else [self._whole]), self.master, *shard],
+            "gradients": [*grads, *self.reduction.state().values()],
+        }
+
+    @property
     def whole_bytes(self) -> int:
         """Of the parameters when they are gathered."""
         return self._padded_size * self._whole.element_size()
 
     def persistent_bytes(self) -> PersistentBytes:
-        is_alias = self.master.untyped_storage().data_ptr() == self._whole.untyped_storage().data_ptr()
+        is_alias = self._is_alias
         whole = 0 if self._shards_parameters else self._whole.nbytes
         gradients = self._grad.nbytes if self._shards_gradients else self._padded_size * 4
         gradients += sum(tensor.nbytes for tensor in self.reduction.state().values())

@@ -133,6 +133,8 @@ class Runtime:
             logger.warning("%s", reason)
         self._uniform_shapes, self._on_unreached = uniform_shapes, on_unreached
         self._is_broken = self._is_closed = False
+        # Called ahead of each action, by who counts what it takes.
+        self.observe: Callable[[Action], None] | None = None
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -348,6 +350,8 @@ class Runtime:
 
     def _do(self, schedule: Schedule, operations: Sequence[Operation]) -> None:
         for operation in operations:
+            if self.observe is not None:
+                self.observe(operation.action)
             try:
                 operation.run(operation)
             except Exception as error:
