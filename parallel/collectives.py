@@ -132,7 +132,7 @@ class _DryWork(dist.Work):
         super().__init__()
         self._copy: Tensor | None = copy
 
-    def wait(self, timeout: timedelta = timedelta()) -> bool:  # noqa: B008 (as torch has it)
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
         self._copy = None
         return True
 

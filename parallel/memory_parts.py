@@ -8,7 +8,7 @@ from __future__ import annotations
 from threading import local
 from types import TracebackType
 
-PARTS = (
+PARTS: tuple[str, ...] = (
     "parameters",
     "gathered",
     "gradients",

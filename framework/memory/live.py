@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
             self._storages[storage._cdata] = _Storage(weakref.ref(storage), part)
 
     def _count(self) -> None:
-        parts = dict.fromkeys(PARTS, 0)
+        parts: dict[str, int] = dict.fromkeys(PARTS, 0)
         for key, known in list(self._storages.items()):
             storage = known.ref()
             if storage is None:

@@ -315,9 +315,7 @@ def begin_exchange(
     )
 
 
-def _without_values(
-    experts: ExpertParallel, choice: Tensor, link_bytes: list[int] | None
-) -> PendingExchange:
+def _without_values(experts: ExpertParallel, choice: Tensor, link_bytes: list[int] | None) -> PendingExchange:
     """As `begin_exchange` where choices have a shape alone (a dry run): each rank gets an even share of them."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 

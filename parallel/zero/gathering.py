@@ -49,7 +49,7 @@ class _Pass:
 class BlockGathers:
     """The blocks of one stage under ZeRO-3; units_of: those of each block.
 
-    prefetch, reshard_after: see `ZeroConfig`.
+    prefetch, reshard_after: see `ZeroConfig`. half_way: called once in each forward, at the middle one of its blocks.
     """
 
     def __init__(
@@ -59,9 +59,11 @@ class BlockGathers:
         *,
         prefetch: int,
         reshard_after: str,
+        half_way: Callable[[], None] | None = None,
     ) -> None:
         self._blocks, self._units_of = tuple(blocks), tuple(map(tuple, units_of))
         self._prefetch, self._reshard_after = prefetch, reshard_after
+        self._half_way = half_way
         self._orders: dict[tuple[Direction, bool], tuple[int, ...]] = {}
         self._announced: deque[Direction] = deque()
         self._passes: dict[Direction, _Pass] = {}
@@ -135,6 +137,8 @@ class BlockGathers:
         waited = [unit.wait_unshard() for unit in self._units_of[index]]
         if any(waited):
             each.recorder.add(Activity.GATHER_WAIT, each.stage, each.microbatch, begin)
+        if direction == "forward" and index == len(self._blocks) // 2 and self._half_way is not None:
+            self._half_way()
 
     def _go_on(self, reached: int | None = None) -> None:
         """Free what is needed neither now nor next, and start to gather what is. reached: first of all, this block."""

@@ -67,14 +67,19 @@ class ShardedStage:
             )
             for block in blocks
         ]
-        self._gathers: BlockGathers | None = None
-        if config.stage == 3 and has_blocks:
-            self._gathers = BlockGathers(
-                blocks, units_of, prefetch=config.prefetch_units, reshard_after=config.reshard_after
-            )
         self._reductions: BlockReductions | None = None
         if config.reduce == "microbatch" and config.stage >= 2:
             self._reductions = BlockReductions(blocks, units_of)
+        self._gathers: BlockGathers | None = None
+        if config.stage == 3 and has_blocks:
+            self._gathers = BlockGathers(
+                blocks,
+                units_of,
+                prefetch=config.prefetch_units,
+                reshard_after=config.reshard_after,
+                # What is left of the backward before has had half a forward to hide behind.
+                half_way=None if self._reductions is None else self._reductions.finish,
+            )
 
     def _units_of(self, members: NamedParameters, context: ZeroContext) -> list[FlatUnit]:
         """What is replicated alike and travels alike is in one unit."""
@@ -135,7 +140,6 @@ class ShardedStage:
                 stack.enter_context(self._reductions.running(kind, stage, microbatch, recorder))
             yield
         if self._reductions is not None and kind is Kind.F:
-            # The last block's of the backward before had this forward to hide behind.
             self._reductions.finish()
 
     def unshard(self, passes: Sequence[Kind] = ()) -> None:

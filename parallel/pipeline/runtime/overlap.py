@@ -37,11 +37,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 
@@ -259,7 +259,7 @@ def _carry_state() -> Callable[[Callable[[], None]], None]:
         (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types
     ]
     keeps_casts = torch.is_autocast_cache_enabled()
-    modes = cast("list[TorchDispatchMode]", list(_get_current_dispatch_mode_stack()))
+    modes = list(_get_current_dispatch_mode_stack())
 
     def run(function: Callable[[], None]) -> None:
         # Not `torch.autocast`: leaving it would empty the cache of casts, which all threads share.
