@@ -26,6 +26,7 @@ from counterflow.parallel.tensor.layers import (
     VocabParallelEmbedding,
     enter_tensor_parallel,
 )
+from counterflow.parallel.zero.blocks import Block
 
 
 class TransformerBlock(nn.Module):
@@ -202,6 +203,32 @@ class TransformerStage(nn.Module):
             )
             if config.tie_embeddings and self.mtp.embedding is not None and self.head is not None:
                 self.mtp.embedding.weight = self.head.weight
+
+    def blocks(self) -> list[Block]:
+        """What of the stage comes and goes together under ZeRO, in the order of a forward."""
+        mtp = self.mtp
+        ends: list[tuple[str, tuple[nn.Module | None, ...], bool]] = [
+            ("embedding", (self.embedding, self.positions), False),
+            *((f"layers.{index}", (layer,), True) for index, layer in self.layers.items()),
+            ("head", (self.norm, self.head), True),
+        ]
+        if mtp is not None:
+            ends.append(("mtp.embedding", (mtp.embedding,), False))
+            ends += [(f"mtp.layers.{index}", (layer,), True) for index, layer in mtp.layers.items()]
+        found: list[Block] = []
+        for name, parts, reads_in_backward in ends:
+            modules = tuple(module for module in parts if module is not None)
+            if modules:
+                is_revisited = mtp is not None and name in ("head", "embedding", "mtp.embedding")
+                found.append(
+                    Block(
+                        name=name,
+                        modules=modules,
+                        reads_in_backward=reads_in_backward,
+                        is_revisited=is_revisited,
+                    )
+                )
+        return found
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.embedding is not None:

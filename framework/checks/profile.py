@@ -30,6 +30,7 @@ from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost
 from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 
 # Whether each of its layers has experts and what it recomputes, and whether it is the first and the last stage.
@@ -120,12 +121,14 @@ class _Probe:
         )
         parameters = ShardedStage(
             module,
-            ZeroConfig(),
-            replica=Axis(),
-            tensor=tensor,
-            expert_replica=Axis(),
-            dtype=dtype,
-            device=device,
+            ZeroContext(
+                config=ZeroConfig(),
+                replica=ReplicaAxes.of(Axis()),
+                tensor=tensor,
+                expert_replica=ReplicaAxes.of(Axis()),
+                dtype=dtype,
+                device=device,
+            ),
             seed=config.seed,
         )
         self._module = module

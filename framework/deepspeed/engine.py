@@ -33,7 +33,7 @@ from counterflow.parallel.parameters import initialize, place, placement_of
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.stage import Stage
-from counterflow.parallel.zero.unit import PersistentBytes
+from counterflow.parallel.zero.layout import PersistentBytes
 
 
 class ModelParallelUnit:

@@ -28,8 +28,9 @@ from counterflow.framework.optim.step_guard import StepGuard, StepVerdict
 from counterflow.framework.optim.updaters.updater import Part, TorchAdamW, Updater
 from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
+from counterflow.parallel.zero.layout import Fragment, PersistentBytes
 from counterflow.parallel.zero.stage import ShardedStage
-from counterflow.parallel.zero.unit import FlatUnit, Fragment, PersistentBytes
+from counterflow.parallel.zero.unit import FlatUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,11 @@ class ModelOptimizer:
         if skipped is None:
             self._finish(norm, learning_rate)
         return StepVerdict(grad_norm=norm, skipped=skipped)
+
+    @torch.no_grad()
+    def update_unclipped(self, learning_rate: float) -> None:
+        """Update without looking at the norm, whose value a dry run does not have."""
+        self._update(learning_rate)
 
     @property
     def can_step_ahead(self) -> bool:

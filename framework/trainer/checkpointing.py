@@ -84,6 +84,8 @@ def compression_layout(assembly: Assembly) -> dict[str, Any]:
         "compression.rank": compression.rank,
         "compression.weights": compression.weights != "none",
         "zero.stage": config.zero.stage,
+        "zero.units": config.zero.units,
+        "zero.shard_size": config.zero.shard_size,
         "schedule.name": config.schedule.name,
         "schedule placement": [list(stages) for stages in assembly.schedule.placement],
         "data.seq_length": config.data.seq_length,

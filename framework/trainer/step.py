@@ -18,6 +18,7 @@ from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.measure import StepOutcome, UnfinishedStep, gather_ranks
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import all_reduce, barrier
+from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 from counterflow.parallel.zero.stage import add_tied_gradients
@@ -38,6 +39,10 @@ class TokenLoss:
         self.mtp_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
 
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        with memory_of("loss"):
+            return self._of(output, targets)
+
+    def _of(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, hidden = output if isinstance(output, tuple) else (output, None)
         loss = self._loss(logits, targets)
         if hidden is None or not torch.is_grad_enabled():

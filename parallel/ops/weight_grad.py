@@ -156,7 +156,12 @@ class WeightGradStore:
 
 def _bytes_of(held: list[_Deferred]) -> int:
     # q, k and v share one input: the same storage is one piece of memory.
-    tensors = {t.data_ptr(): t.nbytes for entry in held for t in (entry.x, entry.grad_output)}
+    # Not by address: tensors without values (a dry run) have none.
+    tensors = {
+        (t.untyped_storage()._cdata, t.storage_offset()): t.nbytes
+        for entry in held
+        for t in (entry.x, entry.grad_output)
+    }
     return sum(tensors.values())
 
 

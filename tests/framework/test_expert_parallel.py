@@ -27,6 +27,7 @@ from counterflow.parallel.collectives import Axis
 from counterflow.parallel.mesh import Mesh, MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
@@ -63,10 +64,12 @@ def toy_stage(config: MeshConfig, zero: int, mirrored: bool) -> tuple[Mesh, Shar
     module = Toy(mesh, shares(config.expert_parallel_size)[Axis(group=mesh.expert).rank])
     stage = ShardedStage(
         module,
-        ZeroConfig(stage=zero),  # type: ignore[arg-type]
-        replica=Axis(group=mesh.replica),
-        tensor=Axis(group=mesh.tensor),
-        expert_replica=Axis(group=mesh.expert_replica),
+        ZeroContext(
+            config=ZeroConfig(stage=zero),  # type: ignore[arg-type]
+            replica=ReplicaAxes.of(Axis(group=mesh.replica)),
+            tensor=Axis(group=mesh.tensor),
+            expert_replica=ReplicaAxes.of(Axis(group=mesh.expert_replica)),
+        ),
     )
     return mesh, stage, module
 

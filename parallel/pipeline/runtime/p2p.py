@@ -35,6 +35,7 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
 from counterflow.parallel.groups import destroy_group, new_group
+from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.pipeline.ir.action import SENDS, Kind, Schedule
 from counterflow.parallel.pipeline.ir.dependencies import channel_of
 from counterflow.parallel.pipeline.runtime.payload import Payload
@@ -366,9 +367,10 @@ class Transport:
         if self._payload is not None:
             receipt.specs = specs
             specs = tuple(TensorSpec(*self._payload.on_wire(*spec)) for spec in specs)
-        receipt.tensors = tuple(
-            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
-        )
+        with memory_of("messages"):
+            receipt.tensors = tuple(
+                torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
+            )
         receipt.works = [
             self._irecv(piece, receipt)
             for tensor in receipt.tensors

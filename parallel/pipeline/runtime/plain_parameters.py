@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from counterflow.parallel.pipeline.gradient_sum import GradientSum
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.trace import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,12 @@ class PlainParameters:
             if total is not None:
                 total.begin()
 
-    def unshard(self) -> None: ...
+    def running(
+        self, kind: Kind, stage: int, microbatch: int, recorder: Recorder
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unshard(self, passes: Sequence[Kind] = ()) -> None: ...
 
     def wait_unshard(self) -> bool:
         return False
@@ -96,6 +104,8 @@ class PlainParameters:
             grad = parameter.grad
             if grad is not None and not grad.is_sparse and not grad.any():
                 parameter.grad = None
+
+    def discard(self) -> None: ...
 
     def close(self) -> None:
         """Let go of the mirror's group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from counterflow.parallel.ops.weight_grad import WeightGradStore
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.pipeline.runtime.adoption import Adoption, adopt, release
 from counterflow.parallel.pipeline.runtime.boundary import (
     Entrance,
@@ -38,8 +40,14 @@ class StageParameters(Protocol):
         """Zero the accumulated gradients."""
         ...
 
-    def unshard(self) -> None:
-        """UNSHARD: start gathering the whole parameters."""
+    def running(
+        self, kind: Kind, stage: int, microbatch: int, recorder: Recorder
+    ) -> AbstractContextManager[None]:
+        """An F, B, I or W of `stage` runs within; what it waits for goes to `recorder`."""
+        ...
+
+    def unshard(self, passes: Sequence[Kind] = ()) -> None:
+        """UNSHARD: start gathering the parameters. passes: what reads them before the next RESHARD, in order."""
         ...
 
     def wait_unshard(self) -> bool:
@@ -56,6 +64,14 @@ class StageParameters(Protocol):
 
     def finish_step(self) -> None:
         """Return once the reduced gradients are here."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what is under way, after a step that failed or was taken back."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the module and of groups; the stage runs no more."""
         ...
 
 
@@ -192,13 +208,15 @@ class Stage:
         return self.weight_grads.run_so_far(microbatch)
 
     def discard(self) -> None:
-        """Drop every micro-batch in flight, after a step that failed."""
+        """Drop every micro-batch in flight, after a step that failed or was taken back."""
         self._in_flight.clear()
+        self.parameters.discard()
         self.weight_grads.discard()
 
     def close(self) -> None:
         """Give the module's layers their own forward back; the stage runs no more."""
         self.discard()
+        self.parameters.close()
         release(self.module, self.weight_grads)
 
 
