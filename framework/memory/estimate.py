@@ -114,17 +114,9 @@ def _dry_step(assembly: Assembly) -> None:
     )
     add_tied_gradients(assembly.stages.values(), assembly.axes.embedding)
     if runtime.observe is not None and assembly.modules:
-        runtime.observe(_OPTIMIZER)
+        runtime.observe("optimizer")
     with memory_of("optimizer"):
         assembly.optimizer.update_unclipped(1e-3)
-
-
-class _Named:
-    def __str__(self) -> str:
-        return "optimizer"
-
-
-_OPTIMIZER = _Named()
 
 
 def _announce_shapes(assembly: Assembly) -> None:

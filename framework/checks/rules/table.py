@@ -16,6 +16,7 @@ from counterflow.framework.checks.rules import (
     optimizer,
     schedule,
     unused,
+    zero,
 )
 from counterflow.framework.checks.rules.rule import Asked, Command, Finding, Rule
 from counterflow.framework.config.tree import TrainConfig
@@ -28,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *experts.RULES,
     *optimizer.RULES,
     *schedule.RULES,
+    *zero.RULES,
     *commands.RULES,
     *unused.RULES,
 )

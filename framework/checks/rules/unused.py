@@ -113,6 +113,20 @@ DEPENDENCES: tuple[Dependence, ...] = (
         example={"skip_step": {"max_consecutive": 2, "max_total": 7}},
     ),
     Dependence(
+        settings=("zero.units",),
+        counts=lambda config: config.zero.stage >= 2 or config.zero.engine == "deepspeed",
+        needs="zero.stage=2 or 3",
+        example={"zero": {"stage": 1, "units": "stage"}},
+    ),
+    Dependence(
+        settings=("zero.prefetch_units",),
+        counts=lambda config: (
+            (config.zero.stage == 3 and config.zero.units == "block") or config.zero.engine == "deepspeed"
+        ),
+        needs="zero.stage=3 with zero.units=block",
+        example={"zero": {"stage": 2, "prefetch_units": 2}},
+    ),
+    Dependence(
         settings=("zero.reshard_after",),
         counts=lambda config: config.zero.stage == 3 or config.zero.engine == "deepspeed",
         needs="zero.stage=3",

@@ -134,7 +134,7 @@ class Runtime:
         self._uniform_shapes, self._on_unreached = uniform_shapes, on_unreached
         self._is_broken = self._is_closed = False
         # Called ahead of each action, by who counts what it takes.
-        self.observe: Callable[[Action], None] | None = None
+        self.observe: Callable[[object], None] | None = None
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
