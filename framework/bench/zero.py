@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from counterflow.framework.checks.dry_run import held_by
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.loader import Batch
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.memory.estimate import held_by
 from counterflow.framework.memory.live import LiveBytes, alive_tensors
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build
