@@ -39,25 +39,30 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankEstimate:
+class DryRank:
     """The peak of every rank at pipeline coordinate `pipeline` in a step after the first."""
 
     pipeline: int
     peak: Peak
 
 
-def estimate(config: TrainConfig, *, vocab_size: int | None = None) -> list[RankEstimate]:
+def dry_run(config: TrainConfig, *, vocab_size: int | None = None) -> list[DryRank]:
     """The peak of each pipeline rank; no rank is started, and torch.distributed is not initialised.
 
     vocab_size: None, what the model or the tokenizer is asked for.
-    Raises ValueError: where the layout does not fit the schedule or the model.
+    Raises ValueError: where the layout does not fit the schedule or the model, or activations are offloaded.
     """
+    if config.offload.is_active:
+        raise ValueError(
+            f"offload.policy={config.offload.policy}: when activations have left depends on a link, which a dry run does "
+            "not have; set offload.policy=none, or measure it"
+        )
     workload = Workload.of(config, data_vocab_size=vocab_size, device_type="cpu")
-    found: list[RankEstimate] = []
+    found: list[DryRank] = []
     for pipeline in range(config.parallel.pipeline_parallel_size):
         rank = config.parallel.rank_of(Coordinate(pipeline=pipeline, data=0, context=0, tensor=0))
         with _alone_as(rank, config.parallel.world_size):
-            found.append(RankEstimate(pipeline=pipeline, peak=_dry_run(workload)))
+            found.append(DryRank(pipeline=pipeline, peak=_peak_of(workload)))
     return found
 
 
@@ -75,7 +80,7 @@ def _alone_as(rank: int, world_size: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def _dry_run(workload: Workload) -> Peak:
+def _peak_of(workload: Workload) -> Peak:
     batches = Batches(train=_ShapesOnly(workload.config))
     assembly = assemble(workload, _CPU, lambda _: batches)
     _dry_step(assembly)  # as in a run: what the first step leaves is there in the second

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from counterflow.framework.checks.dry_run import held_by
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.memory.activations import saved_bytes
+from counterflow.framework.memory.live import LiveBytes, Peak
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build, start_process_group
 from counterflow.framework.trainer.loop import seed_everything
@@ -32,6 +34,7 @@ class RankMemory:
     autograd kept at once for backwards, and the cost model's figure (see framework/memory/recompute.py); what the
     backward
     half of an overlapped pair runs again is not seen by the first, and with offloading nothing that is run again.
+    peak: the most bytes of tensors alive in the step after it, and what they were for.
     """
 
     parameters: int
@@ -46,6 +49,7 @@ class RankMemory:
     peak_held_weight_grad_bytes: int
     activations: int
     expected_activations: int
+    peak: Peak
 
     @property
     def persistent(self) -> int:
@@ -80,6 +84,7 @@ def _measured(config: TrainConfig, assembly: Assembly, device: torch.device, bef
     offloader = assembly.runtime.offloader
     kept = 0 if assembly.undo is None else assembly.undo.num_bytes
     mine = outcome.ranks[assembly.mesh.rank]
+    observed = live_tensor_bytes(device)
     simulated, _ = peak_live(assembly.schedule.actions[assembly.mesh.coordinate.pipeline])
     return RankMemory(
         parameters=held.parameters,
@@ -89,7 +94,7 @@ def _measured(config: TrainConfig, assembly: Assembly, device: torch.device, bef
         host=held.host,
         disk=held.disk,
         # Moments in a file are tensors as well, mapped.
-        observed=live_tensor_bytes(device) - before - (held.disk if device.type == "cpu" else 0),
+        observed=observed - before - (held.disk if device.type == "cpu" else 0),
         peak_live_activations=int(mine.peak_live_activations),
         simulated_peak_activations=simulated,
         peak_held_weight_grad_bytes=sum(
@@ -97,7 +102,20 @@ def _measured(config: TrainConfig, assembly: Assembly, device: torch.device, bef
         ),
         activations=meter.peak if offloader is None else offloader.report.peak_bytes,
         expected_activations=expected[assembly.mesh.coordinate.pipeline],
+        peak=measured_peak(assembly),
     )
+
+
+def measured_peak(assembly: Assembly) -> Peak:
+    """The peak of this rank in one more step, counted as the dry run does (framework/checks/dry_run.py)."""
+    gc.collect()
+    with LiveBytes(held_by(assembly)) as live:
+        assembly.runtime.observe = live.mark
+        try:
+            train_step(assembly, 1)
+        finally:
+            assembly.runtime.observe = None
+    return live.peak
 
 
 def run_memory_rank(config: TrainConfig, run: RunContext, local_rank: int) -> RankMemory:

@@ -24,6 +24,8 @@ from counterflow.parallel.memory_parts import PARTS, current_part
 class Peak:
     """The most bytes that were alive after any operation, by part (parallel/memory_parts.py).
 
+    What is offloaded is memory of the host or of a file, and in no total.
+
     action: what ran then, as `LiveBytes.mark` was told; empty before it was.
     """
 
@@ -89,6 +91,7 @@ class LiveBytes(TorchDispatchMode):
             else:
                 # Asked for each time: storage that is freed and filled again changes its size.
                 parts[known.part] += storage.nbytes()
+        parts["offloaded"] = 0
         now = sum(parts.values())
         if now > self.peak.num_bytes:
             self.peak = Peak(num_bytes=now, parts=parts, action=str(self._action))

@@ -232,7 +232,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingExchange:
-    """An exchange whose sizes are under way."""
+    """An exchange whose sizes are under way. known_counts: both of them, in a dry run."""
 
     experts: ExpertParallel
     tokens: Tensor
@@ -242,13 +242,17 @@ class PendingExchange:
     received_counts: Tensor
     work: dist.Work | None
     link_bytes: list[int]
+    known_counts: list[list[int]] | None = None
 
     def finish(self) -> Exchange:
         """Return once it is known how many rows come from each rank."""
         self.experts.wait_here(self.work)
         own = self.experts.axis.rank
-        sent: list[int] = self.sent_counts[:, 0].tolist()
-        received: list[list[int]] = self.received_counts.tolist()
+        if self.known_counts is not None:
+            sent, received = [rows for rows, _ in self.known_counts], self.known_counts
+        else:
+            sent = self.sent_counts[:, 0].tolist()
+            received = self.received_counts.tolist()
         others = range(len(sent))
         return Exchange(
             experts=self.experts,
@@ -330,6 +334,7 @@ def _without_values(experts: ExpertParallel, choice: Tensor, link_bytes: list[in
         position, tokens = goes.t()[order].nonzero(as_tuple=True)
         here = rank_of_choice[tokens] == order[position, None]
         slots = torch.where(here, 0, -1).to(torch.int32)
+        known_counts: list[list[int]] = counts.tolist()
     return PendingExchange(
         experts=experts,
         tokens=tokens,
@@ -337,6 +342,7 @@ def _without_values(experts: ExpertParallel, choice: Tensor, link_bytes: list[in
         num_tokens=num_tokens,
         sent_counts=counts,
         received_counts=counts,
+        known_counts=known_counts,
         work=None,
         link_bytes=[0] * axis.size if link_bytes is None else link_bytes,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.scratch_file import ScratchFile, in_pages
 
 # A region is not taken for what is smaller than this part of it: another unit may need it whole.
@@ -65,7 +66,8 @@ class HostTier(Tier):
         self._pinned = pinned
 
     def _make(self, num_bytes: int) -> Region:
-        return _HostRegion(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+        with memory_of("offloaded"):
+            return _HostRegion(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned))
 
 
 class _HostRegion(Region):
@@ -115,4 +117,5 @@ class _DiskRegion(Region):
 
     def memory(self) -> Tensor:
         # The mapping ends with the tensor.
-        return torch.frombuffer(self._file.map(self._offset, self.num_bytes), dtype=torch.uint8)
+        with memory_of("offloaded"):
+            return torch.frombuffer(self._file.map(self._offset, self.num_bytes), dtype=torch.uint8)

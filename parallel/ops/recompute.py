@@ -202,7 +202,12 @@ RandomState = dict[torch.device, Tensor]
 
 
 def _random_state(tensors: list[Tensor]) -> RandomState:
-    """Of the generators that a computation on `tensors` draws from: the host's, and their devices'."""
+    """Of the generators that a computation on `tensors` draws from: the host's, and their devices'.
+
+    None of tensors without values (a dry run), for which nothing is drawn.
+    """
+    if any(hasattr(tensor, "fake_mode") for tensor in tensors):
+        return {}
     state = {torch.device("cpu"): torch.get_rng_state()}
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         state[device] = torch.cuda.get_rng_state(device)

@@ -45,6 +45,7 @@ class ShardedStage:
         if blocks is None or not has_blocks:
             blocks = (Block(name="stage", modules=(module,)),)
         self._buffers = Buffers(context.device)
+        self._is_whole = False  # all of it at once, though it may come by blocks
         self.tied_unit: FlatUnit | None = None
         units: list[FlatUnit] = []
         for members in _by_block(module, blocks):
@@ -143,19 +144,22 @@ class ShardedStage:
             self._reductions.finish()
 
     def unshard(self, passes: Sequence[Kind] = ()) -> None:
-        if self._gathers is not None:
+        if self._gathers is not None and passes:
             self._gathers.unshard(["forward" if kind is Kind.F else "backward" for kind in passes])
             return
+        # For somebody who reads all of it.
+        self._is_whole = True
         for unit in self.units:
             unit.unshard()
 
     def wait_unshard(self) -> bool:
-        if self._gathers is not None:
+        if self._gathers is not None and not self._is_whole:
             return False
         waited = [unit.wait_unshard() for unit in self.units]
         return any(waited)
 
     def reshard(self) -> None:
+        self._is_whole = False
         if self._gathers is not None:
             self._gathers.reshard()
             return
