@@ -37,7 +37,7 @@ test: .venv/dev.stamp
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 parity: .venv/train.stamp
-	$(BIN)/python -m counterflow parity $(ARGS)
+	$(BIN)/python -m counterflow.launch.parity_grid $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import CompressionBenchConfig
-from counterflow.framework.bench.network import set_rate, why_not
-from counterflow.launch.bench.ranks import run_ranks
-from counterflow.launch.compose import compose_config, find_choices
-from counterflow.models.config import ModelConfig
-from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import did_you_mean, new_table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.compression import Row
+    from counterflow.models.config import ModelConfig
+    from counterflow.parallel.compress.config import CompressionConfig
 
 # How far the gain in time may be from the one that bytes predict.
 TARGET_OFF = 0.15
 
 
-def bench_compression(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure and print a table; what --json prints.
 
     Raises ValueError: for a method or model that there is none of. RunFailedError: where a rank fails.
     """
+    from dataclasses import replace
+
     from counterflow.framework.bench.compression import NONE
+    from counterflow.framework.bench.network import why_not
+    from counterflow.launch.bench.ranks import run_ranks
+    from counterflow.launch.compose import compose_config
 
     _check_methods(config.methods)
     model = compose_config([f"model={config.model}"]).model
@@ -63,14 +65,14 @@ def bench_compression(config: CompressionBenchConfig, folder: Path, console: Con
 
 
 def _check_methods(methods: Sequence[str]) -> None:
+    from counterflow.launch.compose import find_choices
+
     options = find_choices().groups["compression"]
     for name in methods:
         if name not in options:
-            near = difflib.get_close_matches(name, options, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"methods=[{','.join(methods)}]: no way to compress is called {name}{hint}; choose from "
-                f"{', '.join(options)}"
+                f"methods=[{','.join(methods)}]: no way to compress is called {name}{did_you_mean(name, options)}; "
+                f"choose from {', '.join(options)}"
             )
 
 
@@ -81,6 +83,7 @@ def _rank(
     methods: Mapping[str, CompressionConfig],
 ) -> list[Row]:
     from counterflow.framework.bench.compression import measure_compression
+    from counterflow.framework.bench.network import set_rate
 
     return measure_compression(
         model,
@@ -135,14 +138,17 @@ def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for link in dict.fromkeys(row["link"] for row in rows):
-        table = Table(title=f"gradients on the wire, {link}", title_justify="left", caption_justify="left")
-        table.add_column("method")
         here = [row for row in rows if row["link"] == link]
         titles = ["MB", "ratio", "error", "of sum", "step ms", "gain"]
         if "off" in here[0]:
             titles += ["by bytes", "off"]
-        for title in titles:
-            table.add_column(title, justify="right", no_wrap=True)
+        table = new_table(
+            f"gradients on the wire, {link}",
+            ("method", *titles),
+            left=("method",),
+            no_wrap=True,
+            caption_justify="left",
+        )
         for row in here:
             table.add_row(row["method"], *_cells(row))
         table.caption = "MB: of a rank; error: of a first message and of its sum; gain: in time"
@@ -164,3 +170,18 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['speedup']:.2f}",
     ]
     return cells + ([f"{row['predicted_speedup']:.2f}", f"{row['off']:+.0%}"] if "off" in row else [])
+
+
+BENCH = Bench(
+    name="compression",
+    summary="what compressed reductions of gradients send, lose and take",
+    about="""
+        On the gradient of a model, over links without a limit and with one, in turn: the gain in step time beside
+        the one that the bytes predict.""",
+    examples="""
+        counterflow bench compression  six methods, on a slow link too; about two minutes""",
+    output="""
+        rows.json, a table.""",
+    keys=CompressionBenchConfig,
+    measure=measure,
+)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import OptimizerBenchConfig
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.optimizer import OptimizerRow
 
 
-def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: OptimizerBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure and print a table; what --json prints.
 
     Raises ValueError: where a schedule does not take the sizes. RunFailedError: where a rank fails.
     """
+    from counterflow.launch.bench.ranks import run_ranks
     from counterflow.parallel.pipeline.schedules.registry import generate
 
     for name in config.schedules:
@@ -76,15 +78,27 @@ def _mapping(row: OptimizerRow) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="a step with post-validation, over one that waits for the norm of all ranks",
-        title_justify="left",
-    )
-    for column in ("schedule", "theory", "measured", "every other one redone", "waiting, ms", "theory, ms"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    title = "a step with post-validation, over one that waits for the norm of all ranks"
+    columns = ("schedule", "theory", "measured", "every other one redone", "waiting, ms", "theory, ms")
+    table = new_table(title, columns, left=("schedule",))
     for row in rows:
         ratios = [f"{row[name]:.3f}" for name in ("theory_ratio", "ahead_ratio", "redone_ratio")]
         times = [f"{1e3 * row[name]:.0f}" for name in ("waits_s", "theory_makespan_s")]
         table.add_row(row["schedule"], *ratios, *times)
     table.caption = "theory: the longest time a rank has work, over the time from the first work to the last"
     console.print(table)
+
+
+BENCH = Bench(
+    name="optimizer",
+    summary="what optimizer.post_validation gains",
+    about="""
+        Rows of steps of sleeping stages that wait for the gradient norm of all ranks, that do not, and of which
+        every other one has to be undone and made again.""",
+    examples="""
+        counterflow bench optimizer  five schedules; about five minutes""",
+    output="""
+        rows.json, a table.""",
+    keys=OptimizerBenchConfig,
+    measure=measure,
+)

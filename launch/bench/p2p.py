@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import P2PBenchConfig
-from counterflow.framework.bench.network import why_not
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.p2p import Case, Row
 
 LOOPBACK = "loopback"
 
 
-def bench_p2p(config: P2PBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: P2PBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure, print a table and the verdict; what --json prints.
 
     Raises RunFailedError: where a rank fails.
     """
+    from counterflow.framework.bench.network import why_not
+
     rates = list(config.mbit_per_s)
     reason = why_not() if rates else None
     if reason is not None:
@@ -46,6 +46,7 @@ def bench_p2p(config: P2PBenchConfig, folder: Path, console: Console) -> dict[st
 
 def _measure(config: P2PBenchConfig, rate: float | None, folder: Path) -> list[Row]:
     from counterflow.framework.bench.p2p import CASES
+    from counterflow.launch.bench.ranks import run_ranks
 
     link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
     return run_ranks(_rank, (config, CASES, link), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate)
@@ -79,11 +80,19 @@ def _mapping(row: Row) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Row], console: Console) -> None:
-    title = "transfers in chunks of so many KiB, beside the same whole"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("link", "case", "MiB", "KiB", "whole ms", "ratio", "of pairs", ""):
-        left = column in ("link", "case", "")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    import statistics
+
+    from rich.box import SIMPLE_HEAD
+
+    table = new_table(
+        "transfers in chunks of so many KiB, beside the same whole",
+        ("link", "case", "MiB", "KiB", "whole ms", "ratio", "of pairs", ""),
+        left=("link", "case", ""),
+        no_wrap=True,
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for row in rows:
         ratios = row.ratios
         table.add_row(
@@ -104,3 +113,19 @@ def _print(rows: Sequence[Row], console: Console) -> None:
         f"{counts['costs']} of {len(rows)} cases",
         highlight=False,
     )
+
+
+BENCH = Bench(
+    name="p2p",
+    summary="whether transfers in chunks (comm.p2p_chunk_bytes) pay",
+    about="""
+        Transfers of an activation, and steps of sleeping stages, in chunks and whole by turns, over loopback and
+        over an emulated link of limited rate (network namespaces: Linux, root).""",
+    examples="""
+        counterflow bench p2p  loopback and one emulated link
+        counterflow bench p2p mbit_per_s=[200,1000]  two emulated links""",
+    output="""
+        rows.json, a table.""",
+    keys=P2PBenchConfig,
+    measure=measure,
+)

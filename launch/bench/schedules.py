@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import ScheduleBenchConfig
-from counterflow.launch.bench.picture import save_picture
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, pyplot, save_picture
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.compute import ComputeRow
     from counterflow.framework.bench.schedules import Case, Row
 
@@ -22,11 +21,13 @@ _COMPUTE_RANKS, _COMPUTE_MICROBATCHES = 2, 8
 _COMPUTE_SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipe_v", "dualpipe")
 
 
-def bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure sleeping stages, real compute or both; print the tables and draw the picture.
 
     Raises ValueError: where a schedule that was asked for does not take the sizes.
     """
+    from counterflow.launch.bench.ranks import run_ranks
+
     result: dict[str, Any] = {}
     if config.mode in ("sleep", "both"):
         cases = _cases(config)
@@ -94,37 +95,24 @@ def _sleep_mapping(row: Row) -> dict[str, Any]:
 
 
 def _compute_mapping(row: ComputeRow) -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "ratio_to_limit": row.ratio_to_limit}
+    from dataclasses import asdict
+
+    return {**asdict(row), "ratio_to_limit": row.ratio_to_limit}
 
 
 def _print_sleep(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="idle share of a step: theory, theory with early sends, measured", title_justify="left"
-    )
-    for column in (
-        "schedule",
-        "stages",
-        "m",
-        "theory",
-        "executed",
-        "median",
-        "best",
-        "torch",
-        "step / torch's",
-    ):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    columns = {
+        "theory": "theory_idle",
+        "executed": "executed_idle",
+        "median": "measured_idle",
+        "best": "best_idle",
+        "torch": "torch_idle",
+        "step / torch's": "ratio_to_torch",
+    }
+    title = "idle share of a step: theory, theory with early sends, measured"
+    table = new_table(title, ("schedule", "stages", "m", *columns), left=("schedule",))
     for row in rows:
-        figures = [
-            row[name]
-            for name in (
-                "theory_idle",
-                "executed_idle",
-                "measured_idle",
-                "best_idle",
-                "torch_idle",
-                "ratio_to_torch",
-            )
-        ]
+        figures = [row[name] for name in columns.values()]
         sizes = (str(row["num_stages"]), str(row["num_microbatches"]))
         table.add_row(
             row["schedule"], *sizes, *("" if figure is None else f"{figure:.3f}" for figure in figures)
@@ -133,9 +121,9 @@ def _print_sleep(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def _print_compute(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="real compute: tokens/s, against torch's 1F1B and the limit", title_justify="left")
-    for column in ("schedule", "m", "tokens/s", "over torch's 1f1b", "of the limit", "theory idle"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    title = "real compute: tokens/s, against torch's 1F1B and the limit"
+    columns = ("schedule", "m", "tokens/s", "over torch's 1f1b", "of the limit", "theory idle")
+    table = new_table(title, columns, left=("schedule",))
     for row in rows:
         figures = [f"{row[name]:.3f}" for name in ("ratio_to_torch_1f1b", "ratio_to_limit", "theory_idle")]
         table.add_row(row["schedule"], str(row["num_microbatches"]), f"{row['tokens_per_s']:,.0f}", *figures)
@@ -145,12 +133,7 @@ def _print_compute(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path, config: ScheduleBenchConfig) -> Path:
     """Bars of idle share: what theory leaves, what we measured above it, and torch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.6), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(9, 0.6 * len(rows) + 1.6), layout="constrained")
     positions = [-float(index) for index in range(len(rows))]
     axes.barh(
         positions,
@@ -198,3 +181,24 @@ def _say(row: Row) -> None:
         f"  {row.schedule}, m={row.num_microbatches}: theory {row.theory_idle:.3f}, measured {row.measured_idle:.3f}",
         flush=True,
     )
+
+
+BENCH = Bench(
+    name="schedules",
+    summary="how close the runtime comes to its schedules, beside torch's runtime",
+    about="""
+        With sleeping stages (every F, I and W sleeps, transfers are real) the ranks run side by side on any
+        number of cores, and what a step takes beyond the simulation is the runtime's own; then a small Llama
+        computes for real on two ranks. torch.distributed.pipelining runs the same stages, step by step in turn.
+        On a busy machine every figure rises.""",
+    examples="""
+        counterflow bench schedules  everything; about ten minutes
+        counterflow bench schedules mode=sleep schedules=[dualpipe] num_microbatches=[20,32]  two rows
+        counterflow bench schedules mode=compute repeats=3  real compute only""",
+    output="""
+        rows.json, schedules.png and .svg.
+        --json: rows [{schedule, num_stages, num_microbatches, measured_idle, theory_idle, ratio_to_torch}],
+        compute_rows [{schedule, tokens_per_s, ratio_to_torch_1f1b, ratio_to_limit}].""",
+    keys=ScheduleBenchConfig,
+    measure=measure,
+)

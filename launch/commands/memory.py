@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.checks.rules import check
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
-from counterflow.framework.devices import check_devices
-from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.run import RunContext
-from counterflow.launch.commands.parity import layout_text
-from counterflow.launch.commands.train import LaunchOptions, prepare_run
+from counterflow.launch.command import LAYOUT_KEYS, Command, Help, LaunchOptions
+from counterflow.launch.printing import new_table, print_lines, say
+
+if TYPE_CHECKING:
+    from counterflow.framework.config.tree import TrainConfig
+    from counterflow.framework.trainer.run import RunContext
+
+_HELP = Help(
+    about="""
+        Trains one step and prints, for each rank, the bytes of parameters, gradients and optimizer state that
+        stay between steps, and the activations that were live at once beside what cost model and simulator say.""",
+    keys=LAYOUT_KEYS
+    + """
+    zero.stage=3  0, 1, 2, 3
+    recompute.mode=full  none, full, selective, auto: what is run again instead of kept
+    model=small  the model's shape""",
+    examples="""
+        counterflow memory  the main job
+        counterflow memory --multirun schedule=1f1b,dualpipe  does the second copy cost memory?
+        counterflow memory --multirun zero.stage=0,1,2,3  what each ZeRO stage saves
+        counterflow memory --multirun recompute.mode=none,full  what recomputation saves""",
+    output="""
+        runs/<date-time>-memory-<config hash>/config.yaml (or --out).
+        --json: persistent_max, persistent_mean (bytes), ranks [{parameters, gradients, optimizer, ...}].""",
+)
 
 
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
@@ -22,7 +38,14 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
-    config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
+    from counterflow.framework.checks.memory import to_mapping
+    from counterflow.framework.checks.rules import check
+    from counterflow.framework.devices import check_devices
+    from counterflow.framework.errors import ConfigError
+    from counterflow.launch.ranks.elastic import run_local
+    from counterflow.launch.runs import layout_text, prepare_run, without_records
+
+    config = without_records(config)
     check(config)
     if config.zero.engine != "native":
         raise ConfigError(
@@ -31,17 +54,9 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
                 "at peak_memory_bytes in the records of a run"
             ]
         )
-
     check_devices(config, config.parallel.world_size)
-    from counterflow.framework.checks.memory import to_mapping
-    from counterflow.launch.ranks.elastic import run_local
-
     context = prepare_run(config, options, time.time(), kind="memory")
-    print(
-        f"one step of {layout_text(config)} on {config.parallel.world_size} ranks",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"one step of {layout_text(config)} on {config.parallel.world_size} ranks")
     ranks = run_local(
         _rank,
         (config, context),
@@ -65,17 +80,15 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 def print_result(result: dict[str, Any]) -> None:
     """A table, one line a rank."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        title=f"{result['layout']}: memory of each rank after one step, in MiB", title_justify="left"
-    )
     has_experts = any(row["experts"] for row in result["ranks"])
     elsewhere = [name for name in ("host", "disk") if any(row[name] for row in result["ranks"])]
     columns = ("parameters", "gradients", "optimizer", "persistent", *(["experts"] * has_experts), *elsewhere)
     titles = ["together" if column == "persistent" else column for column in columns]
-    for title in ("rank", *titles, "activations", "live"):
-        table.add_column(title, justify="right")
+    table = new_table(
+        f"{result['layout']}: memory of each rank after one step, in MiB",
+        ("rank", *titles, "activations", "live"),
+    )
     for rank, row in enumerate(result["ranks"]):
         sizes = [f"{row[name] / 2**20:.2f}" for name in columns]
         kept = f"{row['activations'] / 2**20:.2f} ({row['expected_activations'] / 2**20:.2f})"
@@ -92,9 +105,7 @@ def print_result(result: dict[str, Any]) -> None:
     console.print(table)
     if result["recomputed"]:
         again = result["hardware_flops_per_token"] / result["training_flops_per_token"] - 1
-        console.print(
-            f"recomputed: {'; '.join(result['recomputed'])} ({again:.1%} more FLOPs)", soft_wrap=True
-        )
+        print_lines(console, f"recomputed: {'; '.join(result['recomputed'])} ({again:.1%} more FLOPs)")
 
 
 def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
@@ -120,3 +131,13 @@ def _rank(config: TrainConfig, context: RunContext) -> Any:
     from counterflow.framework.checks.memory import run_memory_rank
 
     return run_memory_rank(config, context, int(os.environ["LOCAL_RANK"]))
+
+
+COMMAND = Command(
+    name="memory",
+    summary="what each rank holds between steps, in bytes",
+    help=_HELP,
+    run=run,
+    print_result=print_result,
+    columns=("persistent_max", "persistent_mean", "activations_max"),
+)

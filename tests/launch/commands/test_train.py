@@ -19,8 +19,8 @@ from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.trainer.run_lock import LOCK_FILE
 from counterflow.launch.cli import main
-from counterflow.launch.commands.train import make_run_dir
 from counterflow.launch.compose import compose_config
+from counterflow.launch.runs import make_run_dir
 from tests.commands import run_command
 
 _ROOT = Path(__file__).parents[3]
