@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     parser = _Parser(prog="counterflow").with_options(_all_options())
     subparsers = parser.add_subparsers(dest="command", prog="counterflow", parser_class=_Parser)
     # Only of the commands that the line may mean: a parser takes a millisecond to make.
-    for command in filter(None, map(COMMANDS.get, argv)):
+    for command in filter(None, map(COMMANDS.get, dict.fromkeys(argv))):
         subparsers.add_parser(command.name).with_options(options_of(command))
     # What argparse knows no place for are the words, between the options or behind them.
     namespace, words = parser.parse_known_args(argv)

@@ -54,8 +54,8 @@ class Option(NamedTuple):
 class Help(NamedTuple):
     """What `counterflow COMMAND --help` prints above the options.
 
-    keys and examples: one a line, and behind two spaces its meaning. output: where results go. All of them may be
-    indented as the code around them is. title: what stands behind the command's name. argument: what the words are.
+    about: the docstring of the module. keys and examples: one a line, and behind two spaces its meaning. output: where
+    results go. title: what stands behind the command's name. argument: what the words are.
     """
 
     about: str

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from counterflow.framework.checks.rules import check
 from counterflow.framework.errors import RunFailedError, RunInterruptedError
@@ -23,41 +24,33 @@ _MAX_RANKS = 8
 
 def grid(*, has_experts: bool = False) -> Iterator[list[str]]:
     """The overrides of every layout that fits eight ranks, for a model with experts or without."""
-    yield from _expert_grid() if has_experts else _dense_grid()
+    for layout in _expert_grid() if has_experts else _dense_grid():
+        ranks = layout["pipeline"] * layout["data"] * layout["tensor"]
+        if ranks <= _MAX_RANKS and not (layout["schedule"] == "dualpipe" and layout["pipeline"] == 1):
+            axes = [name for name in ("expert", "tensor", "pipeline", "data") if name in layout]
+            yield [
+                *(f"parallel.{name}_parallel_size={layout[name]}" for name in axes),
+                f"zero.stage={layout['stage']}",
+                f"schedule={layout['schedule']}",
+                *([f"model.num_layers={max(4, 2 * layout['pipeline'])}"] * has_experts),
+            ]
 
 
-def _expert_grid() -> Iterator[list[str]]:
+def _dense_grid() -> Iterator[dict[str, Any]]:
+    names = ("tensor", "pipeline", "data", "stage", "schedule")
+    for values in product((1, 2), (1, 2, 4), (1, 2), (0, 1, 2, 3), ("gpipe", "1f1b", "dualpipe")):
+        yield dict(zip(names, values, strict=True))
+
+
+def _expert_grid() -> Iterator[dict[str, Any]]:
     """As many data-parallel ranks as share the experts out with the tensor-parallel ones, or twice as many."""
+    names = ("expert", "pipeline", "tensor", "copies", "stage", "schedule")
     schedules = ("1f1b", "dualpipe", "dualpipe_v", "zbv")
-    for expert, pipeline, tensor, copies, stage, schedule in product(
-        (2, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), schedules
-    ):
-        data = copies * max(expert, tensor) // tensor
-        if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
-            continue
-        yield [
-            f"parallel.expert_parallel_size={expert}",
-            f"parallel.tensor_parallel_size={tensor}",
-            f"parallel.pipeline_parallel_size={pipeline}",
-            f"parallel.data_parallel_size={data}",
-            f"zero.stage={stage}",
-            f"schedule={schedule}",
-            f"model.num_layers={max(4, 2 * pipeline)}",
-        ]
-
-
-def _dense_grid() -> Iterator[list[str]]:
-    axes = product((1, 2), (1, 2, 4), (1, 2), (0, 1, 2, 3), ("gpipe", "1f1b", "dualpipe"))
-    for tensor, pipeline, data, stage, schedule in axes:
-        if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
-            continue
-        yield [
-            f"parallel.tensor_parallel_size={tensor}",
-            f"parallel.pipeline_parallel_size={pipeline}",
-            f"parallel.data_parallel_size={data}",
-            f"zero.stage={stage}",
-            f"schedule={schedule}",
-        ]
+    for values in product((2, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), schedules):
+        layout: dict[str, Any] = dict(zip(names, values, strict=True))
+        yield layout | {
+            "data": layout["copies"] * max(layout["expert"], layout["tensor"]) // layout["tensor"]
+        }
 
 
 def main() -> int:

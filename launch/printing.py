@@ -37,6 +37,12 @@ def print_paths(console: Console, paths: Iterable[tuple[str | Path, str]]) -> No
     print_lines(console, *(f"{path}  ({what})" for path, what in paths))
 
 
+def values_of(row: Any, *names: str) -> dict[str, Any]:
+    """These attributes of a row by their names, tuples as lists."""
+    values = {name: getattr(row, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # type: ignore[misc]
+
+
 def new_table(
     title: str,
     columns: Iterable[str] = (),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -86,6 +87,29 @@ def new_run(
         json_output=options.json_output,
         config_values=options.config_values or without_secrets(to_mapping(config)),
     )
+
+
+def start_ranks(
+    config: TrainConfig, run_dir: Path, entry: Callable[..., Any], *args: Any, num_ranks: int | None = None
+) -> list[Any]:
+    """`entry(*args, local_rank=...)` on local ranks, by default those of the layout; what each returned.
+
+    Raises RunFailedError, RunInterruptedError: see `run_local`.
+    """
+    from counterflow.launch.ranks.elastic import run_local
+
+    return run_local(
+        _with_local_rank,
+        (entry, args),
+        num_ranks=num_ranks or config.parallel.world_size,
+        run_dir=run_dir,
+        threads_per_rank=config.launcher.threads_per_rank,
+        grace_s=config.launcher.grace_s,
+    )
+
+
+def _with_local_rank(entry: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return entry(*args, local_rank=int(os.environ["LOCAL_RANK"]))
 
 
 def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datetime | None = None) -> Path:

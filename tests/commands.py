@@ -23,7 +23,7 @@ _PRELOADED = (
     "counterflow.launch.compose",
     "counterflow.launch.ranks.elastic",
     "counterflow.launch.preflight",
-    "counterflow.launch.ranks.joining",
+    "counterflow.launch.joining",
     "counterflow.launch.sweep",
     "counterflow.framework.checks.memory",
     "counterflow.framework.checks.parity",

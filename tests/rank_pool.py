@@ -31,7 +31,7 @@ _PROJECT = (
     "counterflow.framework.checks.parity",
     "counterflow.framework.checks.memory",
     "counterflow.launch.preflight",
-    "counterflow.launch.ranks.joining",
+    "counterflow.launch.joining",
 )
 
 

@@ -1,13 +1,16 @@
-"""`counterflow bench compression` on local ranks: with no limit to their links and, where it can be set, with one."""
+"""On the gradient of a model, over links without a limit and with one, in turn: the gain in step time beside
+the one that the bytes predict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.bench.config import CompressionBenchConfig
 from counterflow.launch.bench.bench import Bench
-from counterflow.launch.printing import did_you_mean, new_table
+from counterflow.launch.printing import did_you_mean, new_table, values_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,8 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from counterflow.framework.bench.compression import Row
-    from counterflow.models.config import ModelConfig
-    from counterflow.parallel.compress.config import CompressionConfig
 
 # How far the gain in time may be from the one that bytes predict.
 TARGET_OFF = 0.15
@@ -29,8 +30,8 @@ def measure(config: CompressionBenchConfig, folder: Path, console: Console) -> d
     """
     from dataclasses import replace
 
-    from counterflow.framework.bench.compression import NONE
-    from counterflow.framework.bench.network import why_not
+    from counterflow.framework.bench.compression import NONE, measure_compression
+    from counterflow.framework.bench.network import set_rate, why_not
     from counterflow.launch.bench.ranks import run_ranks
     from counterflow.launch.compose import compose_config
 
@@ -54,10 +55,24 @@ def measure(config: CompressionBenchConfig, folder: Path, console: Console) -> d
         highlight=False,
         soft_wrap=True,
     )
-    rates = (None,) if rate is None else (None, rate)
+    # Without a limited link there is loopback only, which is left as it is.
+    links: dict[str, Any] = {"rates": (None,)}
+    if rate is not None:
+        links = {"rates": (None, rate), "set_rate": set_rate}
     rows = _mappings(
         run_ranks(
-            _rank, (config, rates, model, methods), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate
+            partial(
+                measure_compression,
+                **links,
+                is_everywhere=config.everywhere,
+                compute_s=config.compute_ms / 1e3,
+                repeats=config.repeats,
+                report=_say,
+            ),
+            (model, methods),
+            num_ranks=config.num_ranks,
+            folder=folder,
+            mbit_per_s=rate,
         )
     )
     _print(rows, console)
@@ -74,28 +89,6 @@ def _check_methods(methods: Sequence[str]) -> None:
                 f"methods=[{','.join(methods)}]: no way to compress is called {name}{did_you_mean(name, options)}; "
                 f"choose from {', '.join(options)}"
             )
-
-
-def _rank(
-    config: CompressionBenchConfig,
-    rates: Sequence[float | None],
-    model: ModelConfig,
-    methods: Mapping[str, CompressionConfig],
-) -> list[Row]:
-    from counterflow.framework.bench.compression import measure_compression
-    from counterflow.framework.bench.network import set_rate
-
-    return measure_compression(
-        model,
-        methods,
-        rates=rates,
-        # Without a limited one the link is loopback, which is left as it is.
-        set_rate=set_rate if len(rates) > 1 else lambda rate: None,
-        is_everywhere=config.everywhere,
-        compute_s=config.compute_ms / 1e3,
-        repeats=config.repeats,
-        report=_say,
-    )
 
 
 def _say(row: Row) -> None:
@@ -116,16 +109,9 @@ def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         mapping: dict[str, Any] = {
             "link": _link(row.mbit_per_s),
-            "method": row.method,
-            "num_elements": row.num_elements,
-            "sent_bytes": row.sent_bytes,
-            "fp32_bytes": row.fp32_bytes,
-            "ratio": row.ratio,
-            "message_error": row.message_error,
-            "sum_error": row.sum_error,
-            "best_s": row.best_s,
+            **values_of(row, "method", "num_elements", "sent_bytes", "fp32_bytes", "ratio"),
+            **values_of(row, "message_error", "sum_error", "best_s", "step_s"),
             "speedup": plain[row.mbit_per_s].best_s / row.best_s,
-            "step_s": list(row.step_s),
         }
         if row.mbit_per_s is not None:
             predicted = predicted_s(unlimited[row.method], row.mbit_per_s)
@@ -175,9 +161,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 BENCH = Bench(
     name="compression",
     summary="what compressed reductions of gradients send, lose and take",
-    about="""
-        On the gradient of a model, over links without a limit and with one, in turn: the gain in step time beside
-        the one that the bytes predict.""",
+    about=__doc__ or "",
     examples="""
         counterflow bench compression  six methods, on a slow link too; about two minutes""",
     output="""

@@ -1,4 +1,6 @@
-"""`counterflow bench deepspeed` on local ranks."""
+"""Both train one model in fp32 on gloo ranks, step by step in turn: how far losses and gradient norms differ,
+and how long a step takes. It holds where no loss differs by more than 1e-4.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.bench.config import DeepSpeedBenchConfig
 from counterflow.launch.bench.bench import Bench
-from counterflow.launch.printing import new_table
+from counterflow.launch.printing import new_table, values_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from counterflow.framework.bench.deepspeed import EngineRow
-    from counterflow.framework.config.tree import TrainConfig
-    from counterflow.framework.data.prepare import PreparedData
 
 
 def measure(config: DeepSpeedBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def measure(config: DeepSpeedBenchConfig, folder: Path, console: Console) -> dic
     """
     from dataclasses import replace
 
-    from counterflow.framework.bench.deepspeed import LOSS_TOLERANCE
+    from counterflow.framework.bench.deepspeed import LOSS_TOLERANCE, compare_engines
     from counterflow.framework.checks.rules import check
     from counterflow.framework.deepspeed.start import why_not
     from counterflow.framework.errors import ConfigError
@@ -46,7 +46,7 @@ def measure(config: DeepSpeedBenchConfig, folder: Path, console: Console) -> dic
         highlight=False,
     )
     rows: list[EngineRow] = run_ranks(
-        _rank, (training, data, config.stages), num_ranks=parallel.world_size, folder=folder
+        compare_engines, (training, data, config.stages, _say), num_ranks=parallel.world_size, folder=folder
     )
     mapped = [_mapping(row) for row in rows]
     _print(mapped, console)
@@ -71,12 +71,6 @@ def overrides(config: DeepSpeedBenchConfig) -> list[str]:
     ]
 
 
-def _rank(config: TrainConfig, data: PreparedData, stages: tuple[int, ...]) -> list[EngineRow]:
-    from counterflow.framework.bench.deepspeed import compare_engines
-
-    return compare_engines(config, data, stages, _say)
-
-
 def _say(row: EngineRow) -> None:
     print(f"  zero.stage={row.stage}: losses differ by at most {row.loss_difference:.1e}", flush=True)
 
@@ -85,11 +79,7 @@ def _mapping(row: EngineRow) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
-        "stage": row.stage,
-        "loss_difference": row.loss_difference,
-        "norm_difference": row.norm_difference,
-        "holds": row.holds,
-        "time_ratio": row.time_ratio,
+        **values_of(row, "stage", "loss_difference", "norm_difference", "holds", "time_ratio"),
         "native": asdict(row.native),
         "deepspeed": asdict(row.deepspeed),
     }
@@ -120,9 +110,7 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
 BENCH = Bench(
     name="deepspeed",
     summary="DeepSpeed's engine (zero.engine=deepspeed) beside our own sharding",
-    about="""
-        Both train one model in fp32 on gloo ranks, step by step in turn: how far losses and gradient norms differ,
-        and how long a step takes. It holds where no loss differs by more than 1e-4.""",
+    about=__doc__ or "",
     examples="""
         counterflow bench deepspeed  four stages on two ranks; about five minutes
         counterflow bench deepspeed tensor_parallel_size=2 stages=[3]  on four ranks""",

@@ -1,4 +1,7 @@
-"""`counterflow bench memory` on local ranks."""
+"""Steps of one small Llama that keeps everything, recomputes its attention or all of it, and offloads by lru
+and by schedule within budgets, in turn: the most activations of each rank beside what is predicted, the
+time of a step, and what copies make it wait. Copies are held to a rate at which they matter.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.bench.config import MemoryBenchConfig
 from counterflow.launch.bench.bench import Bench
-from counterflow.launch.printing import new_table, pyplot, save_picture
+from counterflow.launch.printing import new_table, pyplot, save_picture, values_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
 
-    from counterflow.framework.bench.memory import Case, Row
-    from counterflow.framework.data.prepare import PreparedData
+    from counterflow.framework.bench.memory import Row
 
 _COLOURS = {"none": "#66707c", "lru": "#d9772b", "schedule": "#2f6db5"}
 
@@ -28,7 +30,7 @@ def measure(config: MemoryBenchConfig, folder: Path, console: Console) -> dict[s
     """
     import shutil
 
-    from counterflow.framework.bench.memory import base_config, cases_of
+    from counterflow.framework.bench.memory import base_config, cases_of, measure_memory
     from counterflow.framework.data.prepare import prepare
     from counterflow.launch.bench.ranks import run_ranks
 
@@ -44,7 +46,7 @@ def measure(config: MemoryBenchConfig, folder: Path, console: Console) -> dict[s
     )
     try:
         measured: tuple[list[Row], float] = run_ranks(
-            _rank, (config, cases, data), num_ranks=config.num_ranks, folder=folder
+            measure_memory, (config, cases, data, _say), num_ranks=config.num_ranks, folder=folder
         )
     finally:
         shutil.rmtree(folder / "data", ignore_errors=True)
@@ -52,12 +54,6 @@ def measure(config: MemoryBenchConfig, folder: Path, console: Console) -> dict[s
     mapped = [_mapping(row, rows[0]) for row in rows]
     _print(mapped, console)
     return {"rows": mapped, "copy_bytes_per_s": rate, "png": str(_draw(mapped, folder / "memory.png"))}
-
-
-def _rank(config: MemoryBenchConfig, cases: Sequence[Case], data: PreparedData) -> tuple[list[Row], float]:
-    from counterflow.framework.bench.memory import measure_memory
-
-    return measure_memory(config, cases, data, _say)
 
 
 def _say(row: Row) -> None:
@@ -70,20 +66,13 @@ def _mapping(row: Row, none: Row) -> dict[str, Any]:
     from counterflow.framework.bench.memory import step_ratio
 
     return {
-        "name": row.name,
-        "policy": row.policy,
-        "budget_share": row.budget_share,
-        "budget_bytes": row.budget_bytes,
-        "peak_bytes": list(row.peak_bytes),
-        "simulated_peak_bytes": list(row.simulated_peak_bytes),
-        "prediction_error": row.prediction_error,
+        **values_of(
+            row, "name", "policy", "budget_share", "budget_bytes", "peak_bytes", "simulated_peak_bytes"
+        ),
+        **values_of(row, "prediction_error", "simulated_stall_s", "moved_bytes", "hit_rate", "step_s"),
         "step_ratio": step_ratio(row, none),
         "median_step_s": statistics.median(row.step_s),
         "stall_s": statistics.median(row.stall_s),
-        "simulated_stall_s": row.simulated_stall_s,
-        "moved_bytes": row.moved_bytes,
-        "hit_rate": row.hit_rate,
-        "step_s": list(row.step_s),
     }
 
 
@@ -142,10 +131,7 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> Path:
 BENCH = Bench(
     name="memory",
     summary="the activations a rank holds, recomputed or offloaded, and what that costs in time",
-    about="""
-        Steps of one small Llama that keeps everything, recomputes its attention or all of it, and offloads by lru
-        and by schedule within budgets, in turn: the most activations of each rank beside what is predicted, the
-        time of a step, and what copies make it wait. Copies are held to a rate at which they matter.""",
+    about=__doc__ or "",
     examples="""
         counterflow bench memory  twelve cases; about three minutes
         counterflow bench memory schedule=zbv budgets=[0.5]  another schedule""",

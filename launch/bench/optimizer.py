@@ -1,4 +1,6 @@
-"""`counterflow bench optimizer` on local ranks."""
+"""Rows of steps of sleeping stages that wait for the gradient norm of all ranks, that do not, and of which
+every other one has to be undone and made again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.bench.config import OptimizerBenchConfig
 from counterflow.launch.bench.bench import Bench
-from counterflow.launch.printing import new_table
+from counterflow.launch.printing import new_table, values_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +23,7 @@ def measure(config: OptimizerBenchConfig, folder: Path, console: Console) -> dic
 
     Raises ValueError: where a schedule does not take the sizes. RunFailedError: where a rank fails.
     """
+    from counterflow.framework.bench.optimizer import measure_optimizer
     from counterflow.launch.bench.ranks import run_ranks
     from counterflow.parallel.pipeline.schedules.registry import generate
 
@@ -32,24 +35,14 @@ def measure(config: OptimizerBenchConfig, folder: Path, console: Console) -> dic
         "the norm, that do not, and of which every other one has to be made again",
         highlight=False,
     )
-    rows: list[OptimizerRow] = run_ranks(_rank, (config,), num_ranks=config.num_ranks, folder=folder)
+    sizes = (config.schedules, config.num_ranks, config.num_microbatches)
+    times = (config.action_ms / 1e3, config.num_steps, config.repeats)
+    rows: list[OptimizerRow] = run_ranks(
+        measure_optimizer, (*sizes, *times, _say), num_ranks=config.num_ranks, folder=folder
+    )
     mapped = [_mapping(row) for row in rows]
     _print(mapped, console)
     return {"rows": mapped}
-
-
-def _rank(config: OptimizerBenchConfig) -> list[OptimizerRow]:
-    from counterflow.framework.bench.optimizer import measure_optimizer
-
-    return measure_optimizer(
-        config.schedules,
-        config.num_ranks,
-        config.num_microbatches,
-        config.action_ms / 1e3,
-        config.num_steps,
-        config.repeats,
-        _say,
-    )
 
 
 def _say(row: OptimizerRow) -> None:
@@ -62,12 +55,8 @@ def _mapping(row: OptimizerRow) -> dict[str, Any]:
     from counterflow.framework.bench.optimizer import Mode
 
     return {
-        "schedule": row.schedule,
-        "num_ranks": row.num_ranks,
-        "num_microbatches": row.num_microbatches,
+        **values_of(row, "schedule", "num_ranks", "num_microbatches", "theory_makespan_s", "theory_span_s"),
         "theory_ratio": row.theory_span_s / row.theory_makespan_s,
-        "theory_makespan_s": row.theory_makespan_s,
-        "theory_span_s": row.theory_span_s,
         "waits_s": row.median_s(Mode.WAITS),
         "ahead_s": row.median_s(Mode.AHEAD),
         "redone_s": row.median_s(Mode.REDONE),
@@ -92,9 +81,7 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
 BENCH = Bench(
     name="optimizer",
     summary="what optimizer.post_validation gains",
-    about="""
-        Rows of steps of sleeping stages that wait for the gradient norm of all ranks, that do not, and of which
-        every other one has to be undone and made again.""",
+    about=__doc__ or "",
     examples="""
         counterflow bench optimizer  five schedules; about five minutes""",
     output="""

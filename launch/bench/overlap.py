@@ -1,13 +1,16 @@
-"""`counterflow bench overlap` on local ranks, joined by a network that is slow on purpose."""
+"""Steps with overlapped pairs and without by turns, on four ranks over a slow network (namespaces where they
+are allowed, else a wait per byte): the share of the exchange that is hidden, and what a step gains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.bench.config import OverlapBenchConfig
 from counterflow.launch.bench.bench import Bench
-from counterflow.launch.printing import new_table, pyplot, save_picture
+from counterflow.launch.printing import new_table, pyplot, save_picture, values_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +29,7 @@ def measure(config: OverlapBenchConfig, folder: Path, console: Console) -> dict[
     Raises ValueError: where namespaces are asked for and cannot be made. RunFailedError: where a rank fails.
     """
     from counterflow.framework.bench.network import why_not
-    from counterflow.framework.bench.overlap import NUM_RANKS, Workload, sleeping_workload
+    from counterflow.framework.bench.overlap import NUM_RANKS, Workload, measure_overlap, sleeping_workload
     from counterflow.launch.bench.ranks import run_ranks
 
     reason = None if config.network == "injected" else why_not()
@@ -59,8 +62,8 @@ def measure(config: OverlapBenchConfig, folder: Path, console: Console) -> dict[
     rows: list[Row] = []
     for workload in workloads:
         rows += run_ranks(
-            _rank,
-            (config, workload, bytes_per_s if is_injected else None),
+            partial(measure_overlap, injected_bytes_per_s=bytes_per_s if is_injected else None, report=_say),
+            (config.schedules, config.num_microbatches, config.repeats, workload),
             num_ranks=NUM_RANKS,
             folder=folder,
             mbit_per_s=None if is_injected else config.mbit_per_s,
@@ -69,19 +72,6 @@ def measure(config: OverlapBenchConfig, folder: Path, console: Console) -> dict[
     _print(mappings, console)
     pictures = [str(draw(row, folder / f"overlap_{row.schedule}_{row.compute}.png", network)) for row in rows]
     return {"network": network, "rows": mappings, "png": pictures}
-
-
-def _rank(config: OverlapBenchConfig, workload: Workload, injected_bytes_per_s: float | None) -> list[Row]:
-    from counterflow.framework.bench.overlap import measure_overlap
-
-    return measure_overlap(
-        config.schedules,
-        config.num_microbatches,
-        config.repeats,
-        workload,
-        injected_bytes_per_s=injected_bytes_per_s,
-        report=_say,
-    )
 
 
 def _say(row: Row) -> None:
@@ -94,16 +84,9 @@ def _say(row: Row) -> None:
 
 def _mapping(row: Row) -> dict[str, Any]:
     return {
-        "schedule": row.schedule,
-        "compute": row.compute,
-        "num_stages": row.num_stages,
-        "num_microbatches": row.num_microbatches,
-        "alltoall_share": row.alltoall_share,
-        "hidden_share": row.hidden_share,
+        **values_of(row, "schedule", "compute", "num_stages", "num_microbatches", "alltoall_share"),
+        **values_of(row, "hidden_share", "hidden_share_of_step", "speedup", "speedup_of_minima"),
         "hidden_share_least": min(row.hidden_shares),
-        "hidden_share_of_step": row.hidden_share_of_step,
-        "speedup": row.speedup,
-        "speedup_of_minima": row.speedup_of_minima,
         "step_s": [each.step_s for each in row.with_overlap],
         "step_s_without": [each.step_s for each in row.without],
         "num_handovers": row.with_overlap[0].num_handovers,
@@ -192,9 +175,7 @@ def draw(row: Row, path: Path, network: str) -> Path:
 BENCH = Bench(
     name="overlap",
     summary="how much of the experts' exchange of tokens the pairs of a schedule hide",
-    about="""
-        Steps with overlapped pairs and without by turns, on four ranks over a slow network (namespaces where they
-        are allowed, else a wait per byte): the share of the exchange that is hidden, and what a step gains.""",
+    about=__doc__ or "",
     examples="""
         counterflow bench overlap  dualpipe; about two minutes
         counterflow bench overlap schedules=[dualpipe_v,interleaved_1f1b]  two others""",

@@ -1,4 +1,8 @@
-"""`counterflow bench schedules`: the runtime against its schedules and torch's: rows, a table and a picture."""
+"""With sleeping stages (every F, I and W sleeps, transfers are real) the ranks run side by side on any
+number of cores, and what a step takes beyond the simulation is the runtime's own; then a small Llama
+computes for real on two ranks. torch.distributed.pipelining runs the same stages, step by step in turn.
+On a busy machine every figure rises.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.bench.config import ScheduleBenchConfig
 from counterflow.launch.bench.bench import Bench
-from counterflow.launch.printing import new_table, pyplot, save_picture
+from counterflow.launch.printing import new_table, pyplot, save_picture, values_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,6 +30,8 @@ def measure(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict
 
     Raises ValueError: where a schedule that was asked for does not take the sizes.
     """
+    from counterflow.framework.bench.compute import measure_compute
+    from counterflow.framework.bench.schedules import measure_sleeping
     from counterflow.launch.bench.ranks import run_ranks
 
     result: dict[str, Any] = {}
@@ -36,8 +42,8 @@ def measure(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict
             f"{config.repeats} steps of each are counted"
         )
         rows = run_ranks(
-            _sleeping_rank,
-            (cases, config.action_ms / 1e3, config.repeats),
+            measure_sleeping,
+            (cases, config.action_ms / 1e3, config.repeats, _say),
             num_ranks=config.num_ranks,
             folder=folder,
         )
@@ -50,7 +56,12 @@ def measure(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict
             f"a Llama of 16 M parameters on {_COMPUTE_RANKS} ranks, one thread each, {_COMPUTE_MICROBATCHES} "
             f"micro-batches; {config.repeats} steps of each are counted"
         )
-        compute = run_ranks(_compute_rank, (wanted, config.repeats), num_ranks=_COMPUTE_RANKS, folder=folder)
+        compute = run_ranks(
+            measure_compute,
+            (wanted, _COMPUTE_MICROBATCHES, config.repeats),
+            num_ranks=_COMPUTE_RANKS,
+            folder=folder,
+        )
         result["compute_rows"] = [_compute_mapping(row) for row in compute]
         _print_compute(result["compute_rows"], console)
     return result
@@ -80,15 +91,8 @@ def _cases(config: ScheduleBenchConfig) -> list[Case]:
 
 def _sleep_mapping(row: Row) -> dict[str, Any]:
     return {
-        "schedule": row.schedule,
-        "num_stages": row.num_stages,
-        "num_microbatches": row.num_microbatches,
-        "theory_idle": row.theory_idle,
-        "executed_idle": row.executed_idle,
-        "measured_idle": row.measured_idle,
-        "best_idle": row.best_idle,
-        "torch_idle": row.torch_idle,
-        "ratio_to_torch": row.ratio_to_torch,
+        **values_of(row, "schedule", "num_stages", "num_microbatches", "theory_idle", "executed_idle"),
+        **values_of(row, "measured_idle", "best_idle", "torch_idle", "ratio_to_torch"),
         "step_s": [timing.step_s for timing in row.ours],
         "torch_step_s": [timing.step_s for timing in row.torch],
     }
@@ -164,18 +168,6 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, config: ScheduleBenchConfi
     return save_picture(figure, path)
 
 
-def _sleeping_rank(cases: Sequence[Case], action_s: float, repeats: int) -> Any:
-    from counterflow.framework.bench.schedules import measure_sleeping
-
-    return measure_sleeping(cases, action_s, repeats, _say)
-
-
-def _compute_rank(schedules: Sequence[str], repeats: int) -> Any:
-    from counterflow.framework.bench.compute import measure_compute
-
-    return measure_compute(schedules, _COMPUTE_MICROBATCHES, repeats)
-
-
 def _say(row: Row) -> None:
     print(
         f"  {row.schedule}, m={row.num_microbatches}: theory {row.theory_idle:.3f}, measured {row.measured_idle:.3f}",
@@ -186,11 +178,7 @@ def _say(row: Row) -> None:
 BENCH = Bench(
     name="schedules",
     summary="how close the runtime comes to its schedules, beside torch's runtime",
-    about="""
-        With sleeping stages (every F, I and W sleeps, transfers are real) the ranks run side by side on any
-        number of cores, and what a step takes beyond the simulation is the runtime's own; then a small Llama
-        computes for real on two ranks. torch.distributed.pipelining runs the same stages, step by step in turn.
-        On a busy machine every figure rises.""",
+    about=__doc__ or "",
     examples="""
         counterflow bench schedules  everything; about ten minutes
         counterflow bench schedules mode=sleep schedules=[dualpipe] num_microbatches=[20,32]  two rows

@@ -1,4 +1,9 @@
-"""`counterflow balance RUN`: how evenly a run's experts were loaded, and what other placements would make of it."""
+"""Sums up how often the tokens of a run chose each expert, layer by layer, and places the experts on the
+ranks of an expert axis: in order, packed by load, and with spare slots for replicas of hot experts
+(groups to nodes, replicas to ranks, as DeepSeek's EPLB). Prints the largest load of a rank over the
+mean. In training, balance.interval_steps=N moves experts by the same rules, and
+balance.num_redundant_experts makes room for replicas.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,6 @@ if TYPE_CHECKING:
     from counterflow.parallel.expert.placement import ExpertsByRank
 
 
-_ABOUT = """
-        Sums up how often the tokens of a run chose each expert, layer by layer, and places the experts on the
-        ranks of an expert axis: in order, packed by load, and with spare slots for replicas of hot experts
-        (groups to nodes, replicas to ranks, as DeepSeek's EPLB). Prints the largest load of a rank over the
-        mean. In training, balance.interval_steps=N moves experts by the same rules, and
-        balance.num_redundant_experts makes room for replicas."""
 _OUTPUT = """
         RUN/balance.png and .svg (or in --out): loads of ranks by layer.
         --json: layers, before [of each layer], after {spare slots: [of each layer]}, placements {spare slots:
@@ -40,7 +39,7 @@ def help_on(words: Sequence[str]) -> Help:
 
     return Help(
         argument="RUN [KEY=VALUE ...]",
-        about=_ABOUT,
+        about=__doc__ or "",
         keys=keys_text(BalancePlan),
         keys_heading="its keys, with their defaults:",
         examples=_EXAMPLES,
@@ -66,9 +65,7 @@ def read(words: Sequence[str]) -> tuple[Path, BalancePlan]:
 def run(run_and_plan: tuple[Path, BalancePlan], options: LaunchOptions) -> dict[str, Any]:
     """Place the experts of a run by its recorded loads; a table, and a picture under --out or in the run's folder.
 
-    Returns what `--json` prints: layers, num_steps, before and after {spare slots: [imbalance of each layer]},
-    placements {spare slots: [layer][rank][slot]} and the path of the picture.
-
+    Returns what `--json` prints.
     Raises ValueError: where the run recorded no loads, or the sizes do not fit them.
     """
     from rich.console import Console

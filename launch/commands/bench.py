@@ -1,4 +1,7 @@
-"""`counterflow bench NAME`: the project's own measurements, for anyone to run again."""
+"""The project's own measurements, for anyone to run again. What is compared runs in turn, so that a busy
+machine slows both; quote the ratios, and the machine. `counterflow bench NAME --help` tells what one
+measures, its keys and how long it takes.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,6 @@ if TYPE_CHECKING:
 
     from counterflow.launch.bench.bench import Bench
 
-_ABOUT = """
-    The project's own measurements, for anyone to run again. What is compared runs in turn, so that a busy
-    machine slows both; quote the ratios, and the machine. `counterflow bench NAME --help` tells what one
-    measures, its keys and how long it takes.
-    """
 _OUTPUT = """
     runs/bench-NAME-<date-time>/ (or --out): rows.json with every figure, and the bench's pictures.
     --json: what rows.json holds.
@@ -37,7 +35,7 @@ def help_on(words: Sequence[str]) -> Help:
             return BENCHES[word].help
     return Help(
         argument="NAME [KEY=VALUE ...]",
-        about=_ABOUT,
+        about=__doc__ or "",
         keys="\n".join(f"{bench.name}  {bench.summary}" for bench in BENCHES.values()),
         keys_heading="benches:",
         examples="\n".join(cleandoc(bench.examples).splitlines()[0] for bench in BENCHES.values()),

@@ -1,8 +1,9 @@
-"""`counterflow memory`: train one step and report what each rank holds between steps."""
+"""Trains one step and prints, for each rank, the bytes of parameters, gradients and optimizer state that
+stay between steps, and the activations that were live at once beside what cost model and simulator say.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,9 @@ from counterflow.launch.printing import new_table, print_lines, say
 
 if TYPE_CHECKING:
     from counterflow.framework.config.tree import TrainConfig
-    from counterflow.framework.trainer.run import RunContext
 
 _HELP = Help(
-    about="""
-        Trains one step and prints, for each rank, the bytes of parameters, gradients and optimizer state that
-        stay between steps, and the activations that were live at once beside what cost model and simulator say.""",
+    about=__doc__ or "",
     keys=LAYOUT_KEYS
     + """
     zero.stage=3  0, 1, 2, 3
@@ -38,12 +36,11 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
-    from counterflow.framework.checks.memory import to_mapping
+    from counterflow.framework.checks.memory import run_memory_rank, to_mapping
     from counterflow.framework.checks.rules import check
     from counterflow.framework.devices import check_devices
     from counterflow.framework.errors import ConfigError
-    from counterflow.launch.ranks.elastic import run_local
-    from counterflow.launch.runs import layout_text, prepare_run, without_records
+    from counterflow.launch.runs import layout_text, prepare_run, start_ranks, without_records
 
     config = without_records(config)
     check(config)
@@ -57,15 +54,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     check_devices(config, config.parallel.world_size)
     context = prepare_run(config, options, time.time(), kind="memory")
     say(f"one step of {layout_text(config)} on {config.parallel.world_size} ranks")
-    ranks = run_local(
-        _rank,
-        (config, context),
-        num_ranks=config.parallel.world_size,
-        run_dir=context.run_dir,
-        threads_per_rank=config.launcher.threads_per_rank,
-        grace_s=config.launcher.grace_s,
-    )
-    rows = to_mapping(ranks)
+    rows = to_mapping(start_ranks(config, context.run_dir, run_memory_rank, config, context))
     return {
         "layout": layout_text(config),
         "run_dir": str(context.run_dir),
@@ -125,12 +114,6 @@ def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
         "training_flops_per_token": model,
         "hardware_flops_per_token": hardware,
     }
-
-
-def _rank(config: TrainConfig, context: RunContext) -> Any:
-    from counterflow.framework.checks.memory import run_memory_rank
-
-    return run_memory_rank(config, context, int(os.environ["LOCAL_RANK"]))
 
 
 COMMAND = Command(

@@ -1,8 +1,11 @@
-"""`counterflow parity`: train the same model, data and seed in a layout and in one process, and compare."""
+"""Trains the same model, data and seed for five steps in the configured layout and once more in one
+process, and prints the largest relative difference of loss, gradients and parameters. In fp32, losses
+and the first step's gradients are held to 1e-5, parameters to what Adam may make of rounding; the exit
+code is 1 where they miss it.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +13,10 @@ from counterflow.launch.command import LAYOUT_KEYS, Command, Help, LaunchOptions
 from counterflow.launch.printing import say
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from counterflow.framework.config.tree import TrainConfig
-    from counterflow.framework.trainer.run import RunContext
 
 _HELP = Help(
-    about="""
-        Trains the same model, data and seed for five steps in the configured layout and once more in one
-        process, and prints the largest relative difference of loss, gradients and parameters. In fp32, losses
-        and the first step's gradients are held to 1e-5, parameters to what Adam may make of rounding; the exit
-        code is 1 where they miss it.""",
+    about=__doc__ or "",
     keys=LAYOUT_KEYS
     + """
     zero.stage=3  0, 1, 2, 3
@@ -44,12 +40,17 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     from pathlib import Path
 
     from counterflow.framework.checkpoint.manifest import step_folder
-    from counterflow.framework.checks.parity import NUM_STEPS, reference_config, to_mapping
+    from counterflow.framework.checks.parity import (
+        NUM_STEPS,
+        reference_config,
+        run_layout_rank,
+        run_reference_rank,
+        to_mapping,
+    )
     from counterflow.framework.checks.rules import check
     from counterflow.framework.devices import check_devices
     from counterflow.framework.errors import ConfigError
-    from counterflow.launch.ranks.elastic import run_local
-    from counterflow.launch.runs import layout_text, prepare_run, short_path, without_records
+    from counterflow.launch.runs import layout_text, prepare_run, short_path, start_ranks, without_records
 
     config = without_records(config)
     check(config)
@@ -62,72 +63,56 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=".parity-", dir=context.run_dir) as name:
         folder = step_folder(Path(name), NUM_STEPS)
         say(f"training on {config.parallel.world_size} ranks")
-        trail = run_local(
-            _layout_rank,
-            (config, context, folder),
-            num_ranks=config.parallel.world_size,
-            run_dir=context.run_dir,
-            threads_per_rank=config.launcher.threads_per_rank,
-            grace_s=config.launcher.grace_s,
-        )[0]
+        trail, *_ = start_ranks(config, context.run_dir, run_layout_rank, config, context, folder)
         say(f"training on one rank, {reference.schedule.num_microbatches} micro-batches a step")
-        (parity,) = run_local(
-            _reference_rank,
-            (config, context, folder, trail),
-            num_ranks=1,
-            run_dir=context.run_dir,
-            threads_per_rank=config.launcher.threads_per_rank,
-            grace_s=config.launcher.grace_s,
-        )
+        of_one = (config, context, folder, trail)
+        (parity,) = start_ranks(config, context.run_dir, run_reference_rank, *of_one, num_ranks=1)
     return {"layout": layout_text(config), "run_dir": str(context.run_dir), **to_mapping(parity)}
 
 
 def _refused(config: TrainConfig) -> list[str]:
     """What parity, five plain steps of a layout beside one process, cannot judge."""
+    from counterflow.framework.checks.parity import NUM_STEPS
+
     problems: list[str] = []
     if config.zero.engine != "native":
         problems.append(
             f"zero.engine={config.zero.engine}: its gradients are its own business; `counterflow bench deepspeed` "
             "compares its losses and norms with ours"
         )
-    if config.compression.method != "none":
-        problems.append(
-            f"compression.method={config.compression.method}: compressed gradients are not those of one process, "
-            "and parity is to 1e-5; set compression=none"
-        )
-    if config.compression.weights != "none":
-        problems.append(
-            f"compression.weights={config.compression.weights}: rounded weights are not those of one process, and "
-            "parity is to 1e-5; set compression.weights=none"
-        )
-    if config.comm.pipeline_payload != "compute":
-        problems.append(
-            f"comm.pipeline_payload={config.comm.pipeline_payload}: activations are rounded on their way, and parity "
-            "is to 1e-5; set comm.pipeline_payload=compute"
-        )
-    precision = config.precision
+    compression, comm, precision = config.compression, config.comm, config.precision
+    experts = comm.expert_payload if config.parallel.expert_parallel_size > 1 else "compute"
+    rounded = (
+        (
+            "compression.method",
+            compression.method,
+            "none",
+            "compressed gradients are not those of one process",
+        ),
+        ("compression.weights", compression.weights, "none", "rounded weights are not those of one process"),
+        ("comm.pipeline_payload", comm.pipeline_payload, "compute", "activations are rounded on their way"),
+        ("precision.reduce", precision.reduce, "fp32", "what is rounded differs from one process"),
+        (
+            "precision.optimizer_states",
+            precision.optimizer_states,
+            "fp32",
+            "what is rounded differs from one process",
+        ),
+        ("precision.linear", precision.linear, "compute", "what is rounded differs from one process"),
+        ("comm.expert_payload", experts, "compute", "hidden states are rounded on their way"),
+    )
+    for key, value, exact, reason in rounded:
+        if value != exact:
+            problems.append(f"{key}={value}: {reason}, and parity is to 1e-5; set {key}={exact}")
     if precision.compute == "fp16":
         problems.append(
             "precision.compute=fp16: a step whose gradients overflow is skipped, and parity compares every step; set "
             "precision=fp32 or precision=bf16"
         )
-    for name, plain in (("reduce", "fp32"), ("optimizer_states", "fp32"), ("linear", "compute")):
-        if getattr(precision, name) != plain:
-            problems.append(
-                f"precision.{name}={getattr(precision, name)}: what is rounded differs from one process, and parity is "
-                f"to 1e-5; set precision.{name}={plain}"
-            )
-    from counterflow.framework.checks.parity import NUM_STEPS
-
     if config.balance.interval_steps >= NUM_STEPS:
         problems.append(
             f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the {NUM_STEPS} steps that "
             f"parity compares; set balance.interval_steps to less than {NUM_STEPS}, or to 0"
-        )
-    if config.comm.expert_payload != "compute" and config.parallel.expert_parallel_size > 1:
-        problems.append(
-            f"comm.expert_payload={config.comm.expert_payload}: hidden states are rounded on their way, and parity is "
-            "to 1e-5; set comm.expert_payload=compute"
         )
     return problems
 
@@ -162,18 +147,6 @@ def print_result(result: dict[str, Any]) -> None:
         else "losses, norms and gradients"
     )
     print(f"{what} {verdict} the fp32 bound of {result['tolerance']:g}")
-
-
-def _layout_rank(config: TrainConfig, context: RunContext, folder: Path) -> Any:
-    from counterflow.framework.checks.parity import run_layout_rank
-
-    return run_layout_rank(config, context, int(os.environ["LOCAL_RANK"]), folder)
-
-
-def _reference_rank(config: TrainConfig, context: RunContext, folder: Path, trail: Any) -> Any:
-    from counterflow.framework.checks.parity import run_reference_rank
-
-    return run_reference_rank(config, context, int(os.environ["LOCAL_RANK"]), folder, trail)
 
 
 COMMAND = Command(

@@ -1,4 +1,7 @@
-"""`counterflow plan --model-only`: what a model costs, whatever runs it. Starts no rank and builds no model."""
+"""plan --model-only: parameters, those that a token passes, and training FLOPs per token of a shape, with
+what each layer has of them, as formulas say: nothing is built, so the largest shapes answer at once.
+Sequences have model.max_seq_length tokens. Searching a layout for a cluster is not there yet.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,7 @@ if TYPE_CHECKING:
     from counterflow.models.cost import LayerCost, ModelCost
 
 _HELP = Help(
-    about="""
-        plan --model-only: parameters, those that a token passes, and training FLOPs per token of a shape, with
-        what each layer has of them, as formulas say: nothing is built, so the largest shapes answer at once.
-        Sequences have model.max_seq_length tokens. Searching a layout for a cluster is not there yet.""",
+    about=__doc__ or "",
     keys="""
         model=deepseek_v3_671b  one of conf/model, or values of your own
         model.max_seq_length=4096  tokens of the sequences that attention's FLOPs are counted at

@@ -1,8 +1,10 @@
-"""`counterflow profile`: measure the costs of the pipeline's stages on this machine and write them to a file."""
+"""Cuts the model into the schedule's stages, times F, I, W and B of each on one rank (or on the ranks of
+its tensor axis), and the link between two local ranks with messages of the real size. Writes a file
+that schedule.costs.profile reads.
+"""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from counterflow.launch.command import Command, Help, LaunchOptions
@@ -15,10 +17,7 @@ if TYPE_CHECKING:
     from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile
 
 _HELP = Help(
-    about="""
-        Cuts the model into the schedule's stages, times F, I, W and B of each on one rank (or on the ranks of
-        its tensor axis), and the link between two local ranks with messages of the real size. Writes a file
-        that schedule.costs.profile reads.""",
+    about=__doc__ or "",
     keys="""
         model=tiny  the model's shape
         parallel.pipeline_parallel_size=4  pipeline ranks
@@ -42,14 +41,13 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
     import tempfile
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
     from pathlib import Path
 
-    from counterflow.framework.checks.profile import run_profile_rank  # before the ranks are forked
+    from counterflow.framework.checks.profile import run_profile_rank
     from counterflow.framework.checks.rules import build_schedule, check
     from counterflow.framework.devices import check_devices
-    from counterflow.launch.ranks.elastic import run_local
-    from counterflow.launch.runs import short_path, without_records
+    from counterflow.launch.runs import short_path, start_ranks, without_records
     from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, save_profile
 
     config = without_records(config)
@@ -62,16 +60,15 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(
         prefix=".profile-", dir=path.parent, ignore_cleanup_errors=True
     ) as folder:
-        results = run_local(
-            _rank,
-            (run_profile_rank, config, num_stages, vocab_size),
+        # One thread each, as the ranks of a run: its processes share the cores out.
+        threads = replace(config.launcher, threads_per_rank=config.launcher.threads_per_rank or 1)
+        profile, *_ = start_ranks(
+            replace(config, launcher=threads),
+            Path(folder),
+            run_profile_rank,
+            *(config, num_stages, vocab_size),
             num_ranks=_num_ranks(config),
-            run_dir=Path(folder),
-            # As the ranks of a run: its processes share the cores out.
-            threads_per_rank=config.launcher.threads_per_rank or 1,
-            grace_s=config.launcher.grace_s,
         )
-    profile = results[0]
     assert isinstance(profile, CostProfile)
     save_profile(profile, path)
     return {
@@ -161,10 +158,6 @@ def _inflation(profile: CostProfile) -> float:
     """(I + W) / B over all stages."""
     split = sum(stage.input_gradient_s + stage.weight_gradient_s for stage in profile.stages)
     return split / sum(stage.backward_s for stage in profile.stages)
-
-
-def _rank(entry: Any, config: TrainConfig, num_stages: int, vocab_size: int) -> CostProfile | None:
-    return entry(config, num_stages, vocab_size, int(os.environ["LOCAL_RANK"]))
 
 
 COMMAND = Command(

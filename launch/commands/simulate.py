@@ -1,4 +1,7 @@
-"""`counterflow simulate`: generate a schedule, prove it, simulate it, draw it."""
+"""Generates the schedule, proves it (every micro-batch once, no deadlock), runs it on a simulated clock
+with the costs you give, and draws the timeline. Looks at the pipeline's size and the schedule only:
+the model need not fit.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,7 @@ if TYPE_CHECKING:
 
 _MAX_LINKS_SHOWN = 16
 _HELP = Help(
-    about="""
-        Generates the schedule, proves it (every micro-batch once, no deadlock), runs it on a simulated clock
-        with the costs you give, and draws the timeline. Looks at the pipeline's size and the schedule only:
-        the model need not fit.""",
+    about=__doc__ or "",
     keys="""
         schedule=dualpipe  1f1b, zbv, dualpipe, ..., auto, csv (a wrong name lists all)
         parallel.pipeline_parallel_size=8  pipeline ranks

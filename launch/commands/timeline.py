@@ -1,4 +1,9 @@
-"""`counterflow timeline RUN`: draw a step of a run, measured above simulated, and tell where its time went."""
+"""Draws what each pipeline rank of a run did in one step: forward, backward, input and weight gradient,
+and idle time by its cause (waiting to receive, to send, for parameters, for the reduction of gradients).
+Below it stands the simulation of the same schedule at this step's mean costs. Prints seconds and share
+of every cause on every rank; they add up to the step.
+A run keeps the timeline of its last step; logger.timeline_interval_steps=50 keeps every fiftieth too.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,7 @@ if TYPE_CHECKING:
 
 _HELP = Help(
     argument="RUN",
-    about="""
-        Draws what each pipeline rank of a run did in one step: forward, backward, input and weight gradient,
-        and idle time by its cause (waiting to receive, to send, for parameters, for the reduction of gradients).
-        Below it stands the simulation of the same schedule at this step's mean costs. Prints seconds and share
-        of every cause on every rank; they add up to the step.
-        A run keeps the timeline of its last step; logger.timeline_interval_steps=50 keeps every fiftieth too.""",
+    about=__doc__ or "",
     examples=f"""
         counterflow timeline {A_RUN}  the last step of this run
         counterflow timeline {A_RUN} --step 50  an earlier one
@@ -63,11 +63,7 @@ def _step(text: str) -> int:
 def run(run_dir: Path, options: LaunchOptions) -> dict[str, Any]:
     """Draw the timeline of --step (counted from 1; without it the last one recorded) of the run in `run_dir`.
 
-    Writes SVG, PNG and HTML beside the step's JSON and Perfetto trace in `run_dir`/timeline. Returns what
-    `--json` prints: run_dir, step, schedule, alignment, step_s, makespan_s, bubble {measured, measured_span,
-    simulated, simulated_span}, work_inflation, account {category: [seconds of each pipeline rank]}, global_ranks,
-    num_pipelines, peak_live_activations and peak_held_weight_grad_bytes per rank, and the paths json, trace, svg,
-    png, html.
+    Writes SVG, PNG and HTML beside the step's JSON and Perfetto trace in `run_dir`/timeline; what `--json` prints.
 
     Raises ValueError: where the run has no timeline of that step, or its file is damaged.
     """

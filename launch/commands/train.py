@@ -1,8 +1,7 @@
-"""`counterflow train`: prepare the data, make the run's folder, start the ranks, return what rank 0 measured.
-
-Where torchrun, srun or Kubernetes started this process as one rank among others (launch/ranks/environment.py) it joins
-them, once all are found to be started alike (launch/ranks/joining.py); else it starts every rank of the config's
-layout on this machine.
+"""Prepares the text, starts one process for each rank of the layout on this machine (or joins the ranks
+that torchrun started), trains, and logs loss, speed and the pipeline's measured bubble. Without any
+override it trains a small model on the sources of your Python, on 2 x 2 x 2 ranks with DualPipe and
+ZeRO-3: a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ if TYPE_CHECKING:
     from counterflow.framework.config.tree import TrainConfig
 
 _HELP = Help(
-    about="""
-        Prepares the text, starts one process for each rank of the layout on this machine (or joins the ranks
-        that torchrun started), trains, and logs loss, speed and the pipeline's measured bubble. Without any
-        override it trains a small model on the sources of your Python, on 2 x 2 x 2 ranks with DualPipe and
-        ZeRO-3: a few minutes on two cores.""",
+    about=__doc__ or "",
     keys=LAYOUT_KEYS
     + """
     zero.stage=3  0, 1, 2, 3: what is sharded over the copies
@@ -58,10 +53,10 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     """
     from counterflow.framework.checks.rules import check
     from counterflow.framework.config.no_effect import without_effect
+    from counterflow.launch.joining import join
     from counterflow.launch.preflight import check_environment, refuse_restart
     from counterflow.launch.printing import say
     from counterflow.launch.ranks.environment import joined_rank
-    from counterflow.launch.ranks.joining import join
     from counterflow.launch.runs import prepare_run, short_path, summary
 
     started_at = time.time()

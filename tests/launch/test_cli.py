@@ -39,6 +39,10 @@ def test_options_may_stand_anywhere() -> None:
     assert arguments.multirun
 
 
+def test_a_command_may_be_a_value_or_a_word_too() -> None:
+    assert parse(["--out", "plan", "train", "train"])[:2] == ("train", ("train",))
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
