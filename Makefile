@@ -1,8 +1,9 @@
 # `make train` and `make test` work from a fresh clone with Python 3.11 or newer and nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes that run tests, each with a pool of ranks of its own; 0: none beside pytest itself.
-TEST_WORKERS ?= 2
+# Processes that run tests, each with a pool of ranks of its own; 0: none beside pytest itself. One more than two cores,
+# since many tests wait: for processes to start and to end, or for stages that sleep.
+TEST_WORKERS ?= 3
 
 .PHONY: help install train test parity lint format checks clean
 
@@ -34,7 +35,7 @@ train: .venv/train.stamp
 	$(BIN)/counterflow train $(ARGS)
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist worksteal $(ARGS)
 
 parity: .venv/train.stamp
 	$(BIN)/python -m counterflow.launch.parity_grid $(ARGS)

@@ -52,6 +52,33 @@ def redacted(text: str, interpolations: Mapping[str, str] | None = None) -> str:
     return _URL_QUERY.sub(rf"\1{HIDDEN}", text)
 
 
+def hidden_values(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, str]:
+    """What a config says and must not be written down, and what is written for it: `interpolations` of `redacted`.
+
+    values: nested plain values as they are. written: the same as they may be written down.
+    """
+    found: dict[str, str] = {}
+    _collect_hidden(values, written, found)
+    return found
+
+
+def _collect_hidden(value: Any, written: Any, found: dict[str, str]) -> None:
+    if isinstance(value, Mapping) and isinstance(written, Mapping):
+        for key, inner in value.items():
+            _collect_hidden(inner, written.get(key, inner), found)
+    elif isinstance(value, (list, tuple)) and isinstance(written, (list, tuple)):
+        for inner, text in zip(value, written, strict=False):
+            _collect_hidden(inner, text, found)
+    elif isinstance(written, str) and value != written and ("${" in written or HIDDEN in written):
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            # A number or a switch stands in a text by chance.
+            if isinstance(each, str):
+                found[each] = written
+        for variable in re.findall(r"\$\{oc\.env:\s*([^,}\s]+)", written):
+            if os.environ.get(variable):
+                found[os.environ[variable]] = f"${{oc.env:{variable}}}"
+
+
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested `values` in which whatever looks like a secret is `***`.
 

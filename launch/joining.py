@@ -18,11 +18,13 @@ from counterflow.framework.devices import device_identity, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
 from counterflow.framework.trainer.run import RunContext
 from counterflow.launch.command import LaunchOptions
+from counterflow.launch.preflight import refuse_later_round
 from counterflow.launch.printing import say
 from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
 from counterflow.launch.ranks.environment import JoinedRank, socket_environment
 from counterflow.launch.ranks.failure import describe, error_path, keep
-from counterflow.launch.runs import new_run, prepare_data, summary
+from counterflow.launch.ranks.rounds import agent_of, keep_agents
+from counterflow.launch.runs import check_out, hidden_in, new_run, prepare_data, summary
 
 if TYPE_CHECKING:
     from counterflow.framework.data.prepare import PreparedData
@@ -58,7 +60,7 @@ def join(
         )
     # Kept until the ranks are done: without torchrun's own store, rank 0 serves it from this process.
     store = open_store(joined, config.comm.timeout_s)
-    council = Council(store, rank=rank, world_size=joined.world_size)
+    council = Council(store, rank=rank, world_size=joined.world_size, where=joined.meeting)
     if rank == 0:
         context = _lead(config, options, council, joined, started_at, held)
     else:
@@ -86,13 +88,18 @@ def _lead(
 ) -> RunContext:
     """Rank 0: compare what all ranks say, first their configs and then their data, and make the run's folder."""
     try:
-        council.arrive(facts_of(config))
+        council.arrive(facts_of(config, hidden_in(config, options)))
         council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
+        council.say("agents", {"agent": agent_of(os.environ)})
+        agents = [said["agent"] for said in council.hear("agents", timedelta(seconds=config.comm.timeout_s))]
+        refuse_later_round(config, options.out, agents)
+        check_out(options.out)
         data = prepare_data(config, show=True)
         council.answer("prepared", {})
         council.say("data", _data_facts(config, data, joined))
         council.agree("data", _PREPARE_TIMEOUT, _data_problems)
         context = new_run(config, options, data, started_at, held=held)
+        keep_agents(context.run_dir, agents)
     except BaseException as error:
         council.dismiss(error, ("prepared", "run"))
         raise
@@ -104,7 +111,8 @@ def _follow(
     config: TrainConfig, options: LaunchOptions, council: Council, joined: JoinedRank, started_at: float
 ) -> RunContext:
     """Any other rank. Exits with 2 where rank 0 ends the run; it tells why."""
-    council.arrive(facts_of(config))
+    council.arrive(facts_of(config, hidden_in(config, options)))
+    council.say("agents", {"agent": agent_of(os.environ)})
     if council.wait_for("prepared", _PREPARE_TIMEOUT) is None:
         sys.exit(2)
     data: PreparedData | None = None
@@ -123,6 +131,7 @@ def _follow(
         started_at=started_at,
         show_progress=False,
         json_output=options.json_output,
+        hidden=hidden_in(config, options),
     )
 
 
@@ -136,7 +145,7 @@ def _data_problems(said: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _rank_failure(rank: int, error: Exception, context: RunContext) -> RunFailedError:
-    record = describe(rank, error)
+    record = describe(rank, error, context.hidden)
     path = error_path(context.run_dir, rank)
     not_kept = keep(path, record.traceback)
     if record.secondary:

@@ -11,10 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from counterflow.framework.checks.rules import check
 from counterflow.framework.errors import RunFailedError, RunInterruptedError
 from counterflow.launch.command import LaunchOptions
-from counterflow.launch.commands.parity import run
+from counterflow.launch.commands.parity import check, run
 from counterflow.launch.compose import compose_config
 from counterflow.launch.printing import say
 from counterflow.launch.runs import layout_text, make_run_dir

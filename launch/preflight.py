@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from counterflow.framework.checkpoint.manifest import has_checkpoint_name, newest
 from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_problems
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.metrics.sinks import check_logger
+from counterflow.launch.command import A_RUN
 from counterflow.launch.ranks.environment import JoinedRank, restart_problem
+from counterflow.launch.ranks.rounds import agent_of, earlier_round, round_problem
 from counterflow.launch.runs import short_path
 from counterflow.parallel.scratch_file import ScratchFile
 
@@ -22,6 +27,8 @@ def refuse_restart(config: TrainConfig, out: Path | None, joined: JoinedRank | N
     Raises ConfigError: in the second round of a job that torchrun or Slurm has restarted.
     """
     if restart_problem(os.environ, resume=config.checkpoint.resume, earlier=None) is None:
+        if joined is not None and joined.rank == 0:
+            refuse_later_round(config, out, [agent_of(os.environ)])
         return
     if joined is not None and joined.rank:
         sys.exit(2)  # rank 0 tells
@@ -31,19 +38,35 @@ def refuse_restart(config: TrainConfig, out: Path | None, joined: JoinedRank | N
     raise ConfigError([problem])
 
 
+def refuse_later_round(
+    config: TrainConfig, out: Path | None, agents: Sequence[Mapping[str, Any] | None]
+) -> None:
+    """Raises ConfigError: where one of `agents` has started a run of this config before."""
+    found = earlier_round(_earlier_runs(config, out), agents)
+    if found is not None:
+        run_dir, agent = found
+        resume = short_path(run_dir.absolute()) if _has_checkpoint(run_dir) else None
+        raise ConfigError([round_problem(agent, short_path(run_dir.absolute()), resume=resume)])
+
+
 def _earlier_run(config: TrainConfig, out: Path | None) -> str | None:
     """The newest run of this config that has a whole checkpoint."""
-    from counterflow.framework.trainer.resume_source import checkpoint_to_resume
+    folder = next(filter(_has_checkpoint, _earlier_runs(config, out)), None)
+    return None if folder is None else short_path(folder.absolute())
 
+
+def _earlier_runs(config: TrainConfig, out: Path | None) -> list[Path]:
+    """The runs of this config, the newest first."""
+    if out is not None:
+        return [out]
     runs_dir = Path(config.launcher.runs_dir).expanduser()
-    named = sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
-    for folder in [out] if out is not None else named:
-        try:
-            checkpoint_to_resume(str(folder))
-        except (OSError, ValueError):
-            continue
-        return short_path(folder.absolute())
-    return None
+    return sorted(runs_dir.glob(f"*-{config_hash(config)[:8]}*"), key=lambda path: path.name, reverse=True)
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    from counterflow.framework.trainer.resume_source import checkpoints_of
+
+    return newest(checkpoints_of(run_dir))[0] is not None
 
 
 def check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
@@ -53,10 +76,7 @@ def check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     """
     problems: list[str] = []
     if config.checkpoint.resume is not None and not Path(config.checkpoint.resume).is_dir():
-        problems.append(
-            f"checkpoint.resume={config.checkpoint.resume}: no such folder; name the folder of a run, as in "
-            "runs/20260131-120000-1a2b3c4d, or of one of its checkpoints"
-        )
+        problems.append(_no_folder(config.checkpoint.resume))
     elif config.checkpoint.resume is not None:
         problems += _resume_problems(config, config.checkpoint.resume)
     try:
@@ -70,6 +90,22 @@ def check_environment(config: TrainConfig, joined: JoinedRank | None) -> None:
     problems += _folder_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _no_folder(source: str) -> str:
+    path = Path(source)
+    if not path.exists():
+        return (
+            f"checkpoint.resume={source}: no such folder; name the folder of a run, as in {A_RUN}, or of one of its "
+            "checkpoints"
+        )
+    within = next((parent for parent in path.absolute().parents if has_checkpoint_name(parent)), None)
+    where = (
+        f"the folder that it is in, checkpoint.resume={short_path(within)}"
+        if within is not None
+        else f"the folder of a run, as in {A_RUN}, or of one of its checkpoints"
+    )
+    return f"checkpoint.resume={source}: it is a file, and a checkpoint is a folder; name {where}"
 
 
 def _folder_problems(config: TrainConfig) -> list[str]:

@@ -16,7 +16,7 @@ from counterflow.framework.checks.rules import check_workload
 from counterflow.framework.config.mapping import config_hash, to_mapping
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.redaction import without_secrets
+from counterflow.framework.redaction import hidden_values, without_secrets
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.run_lock import LOCK_FILE, LockedError, RunLock, holder_of
 from counterflow.launch.command import LaunchOptions
@@ -59,6 +59,7 @@ def prepare_run(
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
+    check_out(options.out)
     return new_run(config, options, prepare_data(config, show=True), started_at, kind, held=held)
 
 
@@ -85,14 +86,31 @@ def new_run(
         started_at=started_at,
         show_progress=True,
         json_output=options.json_output,
-        config_values=options.config_values or without_secrets(to_mapping(config)),
+        config_values=_as_written(config, options),
+        hidden=hidden_in(config, options),
     )
 
 
+def _as_written(config: TrainConfig, options: LaunchOptions) -> Mapping[str, Any]:
+    return options.config_values or without_secrets(to_mapping(config))
+
+
+def hidden_in(config: TrainConfig, options: LaunchOptions) -> dict[str, str]:
+    """Values of the config that must not be written down, and what is written for each."""
+    return hidden_values(to_mapping(config), _as_written(config, options))
+
+
 def start_ranks(
-    config: TrainConfig, run_dir: Path, entry: Callable[..., Any], *args: Any, num_ranks: int | None = None
+    config: TrainConfig,
+    run_dir: Path,
+    entry: Callable[..., Any],
+    *args: Any,
+    hidden: Mapping[str, str],
+    num_ranks: int | None = None,
 ) -> list[Any]:
     """`entry(*args, local_rank=...)` on local ranks, by default those of the layout; what each returned.
+
+    hidden: what stands in messages and tracebacks in place of a value (`hidden_in`).
 
     Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
@@ -103,6 +121,7 @@ def start_ranks(
         (entry, args),
         num_ranks=num_ranks or config.parallel.world_size,
         run_dir=run_dir,
+        hidden=hidden,
         threads_per_rank=config.launcher.threads_per_rank,
         grace_s=config.launcher.grace_s,
     )
@@ -138,6 +157,19 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
         raise ConfigError(
             [f"{where}: no folder can be made there: {error}; name one that you may write to"]
         ) from error
+
+
+def check_out(out: Path | None) -> None:
+    """Look at --out before the data are prepared, which may take hours; it is looked at again when it is taken.
+
+    Raises ConfigError: where it holds something, or another run writes there.
+    """
+    if out is None or not out.exists():
+        return
+    holder = holder_of(out)
+    if holder is not None and holder.state != "gone":
+        raise ConfigError([f"--out {out}: {holder} writes a run there; name a new folder"])
+    _check_empty(out)
 
 
 def _check_empty(out: Path) -> None:

@@ -10,6 +10,7 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.memory.offload import copy_model
 from counterflow.framework.planning.costs import message_bytes, schedule_costs, stage_bytes
 from counterflow.framework.planning.workload import Workload
+from counterflow.models.partition import partition
 from counterflow.parallel.pipeline.analysis.copy_timing import CopyModel
 from counterflow.parallel.pipeline.analysis.costs import Costs
 from counterflow.parallel.pipeline.analysis.draw import timeline_png, timeline_svg
@@ -58,7 +59,7 @@ def simulate_config(config: TrainConfig) -> Simulated:
     """
     source = schedule_from(config.schedule, config.parallel.pipeline_parallel_size)
     schedule, notes = source.schedule, [source.note] if source.note else []
-    workload = Workload(config)
+    workload = Workload.of(config)
     num_actions = sum(map(len, schedule.actions))
     report = verify(schedule)
     executable = copies = None
@@ -67,7 +68,7 @@ def simulate_config(config: TrainConfig) -> Simulated:
         executable = workload.offloaded(
             lower(schedule, zero_stage=3, early_sends=config.schedule.early_sends, overlap=overlap)
         )
-        copies = copy_model(config, workload.room)
+        copies = copy_model(config, workload.activation_budget)
         report = verify(executable)
         if overlap and (reason := why_not_overlapped(executable)):
             notes.append(reason)
@@ -82,8 +83,7 @@ def simulate_config(config: TrainConfig) -> Simulated:
     volume = _volume(config, schedule, executable, costs)
     if volume.data is None and config.parallel.data_parallel_size > 1:
         notes.append(
-            "bytes on the data axis are not counted: the schedule is too large, or the model has too few layers for "
-            f"{schedule.num_stages} stages"
+            f"bytes on the data axis are not counted: {_why_uncounted(config, schedule, num_actions)}"
         )
     return Simulated(
         schedule=schedule,
@@ -117,6 +117,23 @@ def _volume(config: TrainConfig, schedule: Schedule, executable: Schedule | None
         zero_stage=zero.stage,
     )
     return Volume(links=links, data=data)
+
+
+def _why_uncounted(config: TrainConfig, schedule: Schedule, num_actions: int) -> str:
+    if num_actions > MAX_DRAWN:
+        return (
+            f"the schedule has {num_actions} actions, above the {MAX_DRAWN} to which the data axis is added"
+        )
+    try:
+        partition(
+            config.model,
+            schedule.num_stages,
+            seq_length=config.data.seq_length,
+            vocab_size=config.expected_vocab_size,
+        )
+    except ValueError as error:
+        return f"the model does not divide into the schedule's {schedule.num_stages} stages ({error})"
+    raise AssertionError("the bytes of this schedule are counted")
 
 
 def write_files(found: Simulated, folder: Path) -> dict[str, Path | None]:

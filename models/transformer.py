@@ -26,6 +26,7 @@ from counterflow.parallel.tensor.layers import (
     VocabParallelEmbedding,
     enter_tensor_parallel,
 )
+from counterflow.parallel.zero.blocks import Block
 
 
 class TransformerBlock(nn.Module):
@@ -111,7 +112,7 @@ class TransformerStage(nn.Module):
     have to be summed over the two stages.
 
     With MTP modules the last stage returns the logits and the hidden states [B, S, H] or [B, S/tp, H] after its
-    norm, which `further_predictions` takes. Where it is not the first, it has a copy of the embedding too,
+    norm, which `mtp_predictions` takes. Where it is not the first, it has a copy of the embedding too,
     `mtp.embedding.weight` (or, with tied embeddings, `head.weight` is that copy).
 
     experts: where the experts of mixture layers are; None: all of them here (one process).
@@ -203,6 +204,32 @@ class TransformerStage(nn.Module):
             if config.tie_embeddings and self.mtp.embedding is not None and self.head is not None:
                 self.mtp.embedding.weight = self.head.weight
 
+    def blocks(self) -> list[Block]:
+        """What of the stage comes and goes together under ZeRO, in the order of a forward."""
+        mtp = self.mtp
+        ends: list[tuple[str, tuple[nn.Module | None, ...], bool]] = [
+            ("embedding", (self.embedding, self.positions), False),
+            *((f"layers.{index}", (layer,), True) for index, layer in self.layers.items()),
+            ("head", (self.norm, self.head), True),
+        ]
+        if mtp is not None:
+            ends.append(("mtp.embedding", (mtp.embedding,), False))
+            ends += [(f"mtp.layers.{index}", (layer,), True) for index, layer in mtp.layers.items()]
+        found: list[Block] = []
+        for name, parts, reads_in_backward in ends:
+            modules = tuple(module for module in parts if module is not None)
+            if modules:
+                is_revisited = mtp is not None and name in ("head", "embedding", "mtp.embedding")
+                found.append(
+                    Block(
+                        name=name,
+                        modules=modules,
+                        reads_in_backward=reads_in_backward,
+                        is_revisited=is_revisited,
+                    )
+                )
+        return found
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.embedding is not None:
             x = self.embedding(x)
@@ -216,7 +243,7 @@ class TransformerStage(nn.Module):
         logits = self._logits(hidden)
         return logits if self.mtp is None else (logits, hidden)
 
-    def further_predictions(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def mtp_predictions(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of each MTP module: logits, as `forward` returns them, and their targets, int64 [B, S].
 
         hidden: the second result of `forward`. targets: int64 [B, S], the token after each position.

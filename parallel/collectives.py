@@ -9,11 +9,12 @@ The autograd pairs follow Megatron-LM (arXiv 1909.08053, section 3) and its sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,61 @@ def set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
         group.set_timeout(timedelta(seconds=timeout_s))
 
 
+@contextmanager
+def named(operation: str, axis: Axis) -> Iterator[None]:
+    """An error within says which operation of which ranks it was: a time-out of gloo names neither."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(_note(operation, axis))
+        raise
+
+
+def barrier(axis: Axis) -> None:
+    """Return once every rank of the axis has come here."""
+    if axis.size > 1:
+        with named("barrier", axis):
+            dist.barrier(group=axis.group)
+
+
+class _NamedWork:
+    """torch's work, whose wait says in an error which operation of which ranks it was."""
+
+    __slots__ = ("_axis", "_operation", "_work")
+
+    def __init__(self, work: dist.Work, operation: str, axis: Axis) -> None:
+        self._work, self._operation, self._axis = work, operation, axis
+
+    def wait(self, *args: Any) -> Any:
+        try:
+            return self._work.wait(*args)
+        except RuntimeError as error:
+            error.add_note(_note(self._operation, self._axis))
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _called(operation: str, axis: Axis, call: Callable[[], dist.Work | None]) -> dist.Work | None:
+    try:
+        work = call()
+    except RuntimeError as error:
+        error.add_note(_note(operation, axis))
+        raise
+    return None if work is None else cast(dist.Work, _NamedWork(work, operation, axis))
+
+
+def _note(operation: str, axis: Axis) -> str:
+    assert axis.group is not None
+    try:
+        ranks = dist.get_process_group_ranks(axis.group)
+    except (RuntimeError, ValueError, KeyError):  # the group has been destroyed meanwhile
+        return f"in {operation} over the {axis.name} axis"
+    shown = [*map(str, ranks[:8]), *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])]
+    return f"in {operation} over the {axis.name} axis, of ranks {', '.join(shown)}"
+
+
 def all_gather_into(out: Tensor, tensor: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
     """Fill `out` with every rank's `tensor`, in rank order along dim 0.
 
@@ -98,7 +154,11 @@ def all_gather_into(out: Tensor, tensor: Tensor, axis: Axis, *, async_op: bool =
         return None
     axis.count((axis.size - 1) * tensor.nbytes)
     # Flat, because gloo takes only concatenations along dim 0, not stacks.
-    return dist.all_gather_single(out.view(-1), tensor.view(-1), group=axis.group, async_op=async_op)
+    return _called(
+        "all-gather",
+        axis,
+        lambda: dist.all_gather_single(out.view(-1), tensor.view(-1), group=axis.group, async_op=async_op),
+    )
 
 
 def reduce_scatter_into(
@@ -117,9 +177,28 @@ def reduce_scatter_into(
         out.copy_(tensor.view_as(out))
         return None
     axis.count((axis.size - 1) * out.nbytes)
-    return dist.reduce_scatter_single(
-        out.view(-1), tensor.view(-1), op=op, group=axis.group, async_op=async_op
+    if hasattr(tensor, "fake_mode"):
+        # A dry run counts memory, and gloo reduces a copy.
+        return _DryWork(tensor.clone()) if async_op else None
+    return _called(
+        "reduce-scatter",
+        axis,
+        lambda: dist.reduce_scatter_single(
+            out.view(-1), tensor.view(-1), op=op, group=axis.group, async_op=async_op
+        ),
     )
+
+
+class _DryWork(dist.Work):
+    """A collective on a tensor without values, and what it holds until it is waited for."""
+
+    def __init__(self, copy: Tensor) -> None:
+        super().__init__()
+        self._copy: Tensor | None = copy
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self._copy = None
+        return True
 
 
 def all_reduce(
@@ -133,7 +212,11 @@ def all_reduce(
     if axis.size == 1:
         return None
     axis.count(2 * (axis.size - 1) * tensor.nbytes // axis.size)
-    return dist.all_reduce(tensor, op=op, group=axis.group, async_op=async_op)
+    return _called(
+        "all-reduce",
+        axis,
+        lambda: dist.all_reduce(tensor, op=op, group=axis.group, async_op=async_op),
+    )
 
 
 def broadcast(tensor: Tensor, axis: Axis, *, source: int = 0, async_op: bool = False) -> dist.Work | None:
@@ -145,7 +228,11 @@ def broadcast(tensor: Tensor, axis: Axis, *, source: int = 0, async_op: bool = F
         return None
     if axis.rank != (source - 1) % axis.size:
         axis.count(tensor.nbytes)
-    return dist.broadcast(tensor, group=axis.group, group_src=source, async_op=async_op)
+    return _called(
+        "broadcast",
+        axis,
+        lambda: dist.broadcast(tensor, group=axis.group, group_src=source, async_op=async_op),
+    )
 
 
 def all_to_all_into(
@@ -169,13 +256,17 @@ def all_to_all_into(
     else:
         kept_bytes = input_splits[axis.rank] * (tensor.nbytes // max(1, tensor.shape[0]))
     axis.count(tensor.nbytes - kept_bytes)
-    return dist.all_to_all_single(
-        out,
-        tensor,
-        None if output_splits is None else list(output_splits),
-        None if input_splits is None else list(input_splits),
-        group=axis.group,
-        async_op=async_op,
+    return _called(
+        "all-to-all",
+        axis,
+        lambda: dist.all_to_all_single(
+            out,
+            tensor,
+            None if output_splits is None else list(output_splits),
+            None if input_splits is None else list(input_splits),
+            group=axis.group,
+            async_op=async_op,
+        ),
     )
 
 

@@ -110,6 +110,9 @@ class Mesh:
     tensor, pipeline: the groups along one axis, ordered by coordinate.
     replica: the ranks that hold the same parameters: data x context, times the mirror pair where the schedule
         keeps two copies of each stage. ZeRO shards over it, gradients are reduced over it.
+    shard, shard_replica: of `replica`, the group of this rank where parameters are sharded within groups (`replica`
+        itself where they are not), and the ranks of all groups that have its place there.
+    expert_shard, expert_shard_replica: the same of `expert_replica`.
     expert: the ranks that share the experts of a layer out among them and exchange tokens, by expert rank.
     expert_replica: the ranks that hold the same experts: of the same expert rank, times the mirror pair.
     world: every rank.
@@ -127,8 +130,12 @@ class Mesh:
     pipeline: dist.ProcessGroup | None
     pipeline_reverse: dist.ProcessGroup | None
     replica: dist.ProcessGroup | None
+    shard: dist.ProcessGroup | None
+    shard_replica: dist.ProcessGroup | None
     expert: dist.ProcessGroup | None
     expert_replica: dist.ProcessGroup | None
+    expert_shard: dist.ProcessGroup | None
+    expert_shard_replica: dist.ProcessGroup | None
     embedding: dist.ProcessGroup | None
     world: dist.ProcessGroup | None
     made: tuple[dist.ProcessGroup, ...] = ()
@@ -199,9 +206,23 @@ def embedding_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: boo
     return [rank for rank in ranks if config.coordinate_of(rank).pipeline in (0, last)]
 
 
-def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
+def in_groups(ranks: list[int], rank: int, size: int) -> tuple[list[int], list[int]]:
+    """`ranks` in groups of `size` neighbours: the group of `rank`, and the ranks that have its place in theirs."""
+    assert len(ranks) % size == 0, f"{len(ranks)} ranks in groups of {size}"
+    index = ranks.index(rank)
+    start = index - index % size
+    return ranks[start : start + size], ranks[index % size :: size]
+
+
+def expert_shard_size(config: MeshConfig, num_replicas: int, shard_size: int) -> int:
+    """How many of the `num_replicas` of an expert are among the ranks of a group of `shard_size` replicas."""
+    return gcd(num_replicas, max(1, shard_size * config.tensor_parallel_size // config.expert_parallel_size))
+
+
+def build_mesh(config: MeshConfig, *, mirrored: bool = False, shard_size: int | None = None) -> Mesh:
     """Build this rank's process groups; torch.distributed must be initialised with the world of `config`.
 
+    shard_size: see `ZeroConfig`; it divides the replicas of a stage.
     Raises ValueError: where the number of processes is not the product of the axes.
     """
     # Not above: configs are read before torch is needed, and importing it takes a second.
@@ -229,6 +250,13 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
             groups[tuple(ranks)] = new_group(ranks, name)
         return groups[tuple(ranks)]
 
+    replicas = replica_ranks(config, coordinate, mirrored=mirrored)
+    shard, shard_replica = in_groups(replicas, rank, shard_size or len(replicas))
+    expert_replicas = expert_replica_ranks(config, coordinate, mirrored=mirrored)
+    size = len(expert_replicas)
+    expert_shard, expert_shard_replica = in_groups(
+        expert_replicas, rank, expert_shard_size(config, size, shard_size) if shard_size else size
+    )
     pipeline = ranks_along(config, coordinate, "pipeline")
     one_communicator = "nccl" not in dist.get_backend() or len(pipeline) == 1
     return Mesh(
@@ -240,9 +268,13 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False) -> Mesh:
         pipeline_reverse=group(pipeline, "pipeline")
         if one_communicator
         else new_group(pipeline, "pipeline, reverse"),
-        replica=group(replica_ranks(config, coordinate, mirrored=mirrored), "replica"),
+        replica=group(replicas, "replica"),
+        shard=group(shard, "shard"),
+        shard_replica=group(shard_replica, "replica of a shard"),
         expert=group(expert_ranks(config, coordinate), "expert"),
-        expert_replica=group(expert_replica_ranks(config, coordinate, mirrored=mirrored), "expert replica"),
+        expert_replica=group(expert_replicas, "expert replica"),
+        expert_shard=group(expert_shard, "expert shard"),
+        expert_shard_replica=group(expert_shard_replica, "replica of an expert shard"),
         embedding=group(embedding_ranks(config, coordinate, mirrored=mirrored), "embedding"),
         world=group(list(range(world_size)), "world"),
         made=tuple(made),

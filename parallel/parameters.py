@@ -95,8 +95,11 @@ def initialize(out: Tensor, name: str, placement: ParameterPlacement, seed: int)
     """Fill `out` (local shape, any float dtype) with the initial values of its slice of parameter `name`.
 
     The value of an element depends on `seed`, the global name and the element's global index only, never on
-    the layout, so every layout starts from the same model. Padding is zero.
+    the layout, so every layout starts from the same model. Padding is zero. A tensor without values (a dry run) gets
+    none.
     """
+    if hasattr(out, "fake_mode"):
+        return
     if placement.experts is not None:
         for begin, end in expert_runs(placement.experts):
             run = replace(placement, experts=None, tensor_dim=0, tensor_start=placement.experts[begin])

@@ -1,4 +1,4 @@
-"""The `counterflow` command in a process of its own, forked from one that has imported the project.
+"""The `counterflow` command, and other programs, in a process of their own, forked from one that has imported all.
 
 A command as a user starts it spends most of a small run's time on importing torch. Here that is paid once: a server
 without threads of its own imports everything, and each command is a fork of it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.context import ForkServerContext
@@ -30,6 +30,8 @@ _PRELOADED = (
     "counterflow.framework.checks.profile",
     "counterflow.framework.trainer.loop",
     "torch.distributed.launcher.api",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
 )
 
 
@@ -69,6 +71,61 @@ def run_command(
         return Done(returncode=process.exitcode, stdout=out, stderr=err)
 
 
+class Started:
+    """A program that runs, leader of a session of its own; its output can be read while it runs."""
+
+    def __init__(
+        self,
+        main: Callable[[], int],
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = TemporaryDirectory(prefix="counterflow-program-")
+        self.streams = Path(self._folder.name)
+        for name in ("stdout", "stderr"):
+            os.mkfifo(self.streams / name)
+        self._process = _server().Process(
+            target=_program, args=(main, tuple(arguments), dict(environment or {}), self.streams)
+        )
+        self._process.start()
+        # Each waits for the program to open its end, in the same order.
+        self.stdout, self.stderr = ((self.streams / name).open() for name in ("stdout", "stderr"))
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def holders(self) -> list[int]:
+        """The live processes that have an output of this program open: its own, and what it has started."""
+        found: list[int] = []
+        for path in Path("/proc").glob("[0-9]*"):
+            if int(path.name) == os.getpid():
+                continue
+            try:
+                open_files = [os.readlink(each) for each in (path / "fd").iterdir()]
+            except OSError:
+                continue
+            if any(name.startswith(f"{self.streams}/") for name in open_files):
+                found.append(int(path.name))
+        return found
+
+    def finish(self) -> tuple[int, str, str]:
+        """Its exit code and the rest of what it wrote, once it has ended and nobody holds its output."""
+        out, err = self.stdout.read(), self.stderr.read()
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode, out, err
+
+    def close(self) -> None:
+        """Let go of the output; the program has ended."""
+        self._process.join()
+        self.stdout.close()
+        self.stderr.close()
+        self._folder.cleanup()
+
+
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
@@ -81,16 +138,22 @@ def _server() -> ForkServerContext:
 
 
 def _main(words: tuple[str, ...], folder: Path, environment: dict[str, str], streams: Path) -> None:
+    os.chdir(folder)
+    from counterflow.launch.cli import main
+
+    _program(main, words, environment, streams)
+
+
+def _program(
+    main: Callable[[], int], arguments: tuple[str, ...], environment: dict[str, str], streams: Path
+) -> None:
     os.setsid()
     for number, each in ((1, "stdout"), (2, "stderr")):
         file = os.open(streams / each, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
     os.environ.update(environment)
-    os.chdir(folder)
-    from counterflow.launch.cli import main
-
-    sys.argv = ["counterflow", *words]
+    sys.argv = ["counterflow", *arguments]
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

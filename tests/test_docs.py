@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.framework.config.compositions import to_markdown
+from counterflow.framework.checks.rules.markdown import to_markdown
 from counterflow.launch.arguments import command_help, parse
 from counterflow.launch.commands.table import COMMANDS as COMMAND_TABLE
 from counterflow.launch.compose import compose_config, expand_sweep, find_choices

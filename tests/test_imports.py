@@ -79,7 +79,8 @@ _WITH_ROOMS = ("launch", "framework", "framework.optim", "models", "parallel", "
 
 def room_of(module: str) -> str:
     """What a module belongs to: its package or, where that has packages in it, the module itself."""
-    package = module.rpartition(".")[0]
+    is_package = (_ROOT / module.replace(".", "/") / "__init__.py").exists()
+    package = module if is_package else module.rpartition(".")[0]
     return module if package in _WITH_ROOMS else package
 
 
@@ -94,7 +95,10 @@ def imported_modules(source: str) -> set[str]:
 
 def arrows_between_rooms() -> dict[tuple[str, str], list[str]]:
     """(from, to) of every import that leaves a room, with the modules that have it."""
-    names = {".".join(path.relative_to(_ROOT).with_suffix("").parts): path for path in _MODULES}
+    names = {
+        ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in _MODULES
+    }
     found: dict[tuple[str, str], list[str]] = {}
     for name, path in names.items():
         for target in imported_modules(path.read_text()):

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.framework.checks.rules import check
+from counterflow.framework.checks.rules.rule import merged as merged
 from counterflow.framework.config.mapping import from_mapping
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData, prepare
 from counterflow.framework.trainer.run import RunContext
+from counterflow.parallel.pipeline.schedules.registry import generate
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {
@@ -72,15 +74,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """`first` with the values of `second` put in, nested."""
-    result = dict(first)
-    for key, value in second.items():
-        is_node = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if is_node else value
-    return result
-
-
 def tiny_config(
     *,
     pp: int = 1,
@@ -100,6 +93,18 @@ def tiny_config(
     config = from_mapping(TrainConfig, merged(merged(TINY, layout), nodes))
     check(config)
     return config
+
+
+def layers_for(schedule: str, num_ranks: int) -> int:
+    """As many layers as the schedule has stages, and two where it has one: more of them prove the same."""
+    num_stages = generate(schedule, num_ranks, 2 * num_ranks).num_stages
+    return max(2, num_stages)
+
+
+def with_few_layers(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `tiny_config` with `layers_for` their schedule, where they do not say how many."""
+    few = layers_for(layout.get("schedule", "1f1b"), layout.get("pp", 1))
+    return merged({"model": {"num_layers": few}}, layout)
 
 
 def prepare_tiny(folder: Path) -> PreparedData:

@@ -241,14 +241,14 @@ def _sizes(measured: _Measured) -> tuple[UnitBytes, ...]:
 def _row(measured: _Measured, costs: Costs) -> Row:
     assembly, case = measured.assembly, measured.case
     config, schedule = assembly.config, assembly.schedule
-    room = assembly.workload.room
+    budget = assembly.workload.activation_budget
     simulated_stall_s = 0.0
-    if room is None:
+    if budget is None:
         predicted = assembly.workload.peak_activation_bytes(schedule)
     else:
         copies = CopyModel(
             sizes=_sizes(measured),
-            budget_bytes=room.budget_bytes,
+            budget_bytes=budget.budget_bytes,
             bytes_per_s=config.offload.copy_bytes_per_s,
         )
         simulation = simulate(schedule, costs, copies)
@@ -270,7 +270,7 @@ def _row(measured: _Measured, costs: Costs) -> Row:
         name=case.name,
         policy=case.policy,
         budget_share=case.budget_share,
-        budget_bytes=None if room is None else room.budget_bytes,
+        budget_bytes=None if budget is None else budget.budget_bytes,
         peak_bytes=tuple(each["peak"] for each in everyone),
         simulated_peak_bytes=tuple(predicted),
         step_s=tuple(map(max, zip(*(each["step"] for each in everyone), strict=True))),

@@ -27,6 +27,7 @@ from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 
 _SHAPE = (1, 8, 64)
@@ -126,7 +127,9 @@ def _run(
     for index in sorted(schedule.stages_of(rank)):
         stages[index] = SleepingStage(index, costs, _SHAPE, sleeper)
         module = nn.Linear(_WIDTH, _WIDTH, bias=False)
-        sharded.append(ShardedStage(module, ZeroConfig(stage=0), replica=replica, tensor=Axis()))
+        sharded.append(
+            ShardedStage(module, ZeroContext(config=ZeroConfig(stage=0), replica=ReplicaAxes.of(replica)))
+        )
         stages[index].parameters = sharded[-1]
     runtime = Runtime(stages, schedule, group=group)
     optimizer = ModelOptimizer(

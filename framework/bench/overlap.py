@@ -38,8 +38,9 @@ from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Interval, Trace, exclusive
 from counterflow.parallel.pipeline.runtime.adoption import adopt
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 
 NUM_RANKS, PIPELINE_RANKS, EXPERT_RANKS = 4, 2, 2

@@ -19,8 +19,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.ir.action import Schedule
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generated_schedules
 
 # Where torch has a schedule of the same shape.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from counterflow.framework.checkpoint.manifest import CheckpointError
+from counterflow.parallel.collectives import Axis, named
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ def from_rank_0(decide: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     if group is None:
         return decide()
     told: list[Any] = [_attempt(decide) if dist.get_rank(group) == 0 else None]
-    dist.broadcast_object_list(told, group=group, group_src=0)
+    with named("broadcast of objects", Axis(group=group, name="world")):
+        dist.broadcast_object_list(told, group=group, group_src=0)
     value, error = told[0]
     if error is not None:
         raise error
@@ -39,7 +41,8 @@ def on_all(find: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     if group is None:
         return [find()]
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, _attempt(find), group=group)
+    with named("all-gather of objects", Axis(group=group, name="world")):
+        dist.all_gather_object(told, _attempt(find), group=group)
     errors = {rank: error for rank, (_, error) in enumerate(told) if error is not None}
     if errors:
         ranks_of: dict[str, list[int]] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ import shutil
 import stat
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,20 +273,74 @@ def latest(root: Path, *, before: int | None = None) -> Path | None:
     return folder
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The checkpoint `folder` stays as long as it is read, though its run lives and prunes; where there are locks.
+
+    Raises CheckpointError: where it is being deleted, or is not there.
+    """
+    gone = CheckpointError(
+        f"'{folder}' is being deleted by its run, which keeps the newest ones (checkpoint.keep); name a newer one"
+    )
+    try:
+        file = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"'{folder / MANIFEST}' cannot be read ({error.strerror})") from None
+    try:
+        if _locked(file, fcntl.LOCK_SH) is False:
+            raise gone
+        try:
+            is_there = os.path.samestat(os.fstat(file), (folder / MANIFEST).lstat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise gone
+        yield
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _not_held(folder: Path) -> Iterator[bool]:
+    """Whether nobody reads `folder`, and until the end of the block nobody begins to."""
+    try:
+        file = os.open(folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield True  # without a manifest nobody reads it
+        return
+    try:
+        yield _locked(file, fcntl.LOCK_EX) is not False
+    finally:
+        os.close(file)
+
+
+def _locked(file: int, kind: int) -> bool | None:
+    """Whether the kernel gave its lock; None: there are none here."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
 def prune(root: Path, keep: int) -> None:
     """Delete all but the `keep` newest whole checkpoints under `root`, and damaged ones older than those.
 
-    For one rank to call. Raises ValueError: where `keep` is below 1.
+    One that somebody reads stays until the next time. For one rank to call. Raises ValueError: where `keep` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least the newest checkpoint is kept; set it to 1 or more")
     num_whole = 0
     for folder in reversed(_folders(root)):
         if num_whole >= keep:
-            # Renamed first, so that a checkpoint never shows half deleted.
-            doomed = temporary_of(folder)
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            with _not_held(folder) as is_free:
+                if is_free:
+                    # Renamed first, so that a checkpoint never shows half deleted.
+                    doomed = temporary_of(folder)
+                    folder.rename(doomed)
+                    shutil.rmtree(doomed, ignore_errors=True)
         elif whole_problem(folder) is None:
             num_whole += 1
 

@@ -297,8 +297,7 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise CheckpointError(
-                f"no room to write '{path}' ({error.strerror}); free some, or keep fewer checkpoints "
-                "(checkpoint.keep)"
+                f"no room to write there ({error.strerror}); free some, or keep fewer checkpoints (checkpoint.keep)"
             ) from error
         raise CheckpointError(
             f"cannot write '{path}' ({error.strerror}); check that the folder's storage is in order and may be "

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
 from counterflow.framework.checkpoint.storage import load, save
+from counterflow.framework.checks.rules.commands import PARITY_STEPS as NUM_STEPS
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
 from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.optim.offload_config import OptimizerOffloadConfig
@@ -50,7 +51,6 @@ from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.zero.config import ZeroConfig
 
-NUM_STEPS = 5
 # Loss and gradients in fp32, DESIGN's bound: rounding in another order, nothing more.
 FP32_TOLERANCE = 1e-5
 # Of the norm of the whole gradient: eight units of the last place of fp32.
@@ -111,6 +111,20 @@ class StepTrail:
     loads: dict[int, tuple[float, ...]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What one process trained: whole tensors by their names.
+
+    gradients: of the first step, before clipping. bounds: by the name of a parameter, of each element.
+    """
+
+    trail: list[StepTrail]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    bounds: dict[str, Tensor]
+    has_mtp: bool
+
+
 def reference_config(config: TrainConfig) -> TrainConfig:
     """`config` in one process: the same global batches, cut into micro-batches of the same size."""
     data_parallel_size = config.parallel.data_parallel_size
@@ -153,31 +167,49 @@ def train_and_compare(
     config: TrainConfig, run: RunContext, folder: Path, trail: list[StepTrail], device: torch.device
 ) -> Parity:
     """Train the reference of `config` in this one process and compare it to what a layout wrote to `folder`."""
+    return compare(train_reference(config, run, device), folder, trail)
+
+
+def train_reference(config: TrainConfig, run: RunContext, device: torch.device) -> Reference:
+    """Train the reference of `config` in this one process; torch.distributed is initialised."""
     trained = _train(reference_config(config), run, device)
-    theirs = [
-        replace(shard, tensor=torch.empty_like(shard.tensor))
-        for shard in (*trained.gradients, *trained.parameters)
+    return Reference(
+        trail=trained.trail,
+        gradients={shard.name: shard.tensor for shard in trained.gradients},
+        parameters={shard.name: shard.tensor for shard in trained.parameters},
+        bounds=trained.bounds,
+        has_mtp=config.model.mtp.num_modules > 0,
+    )
+
+
+def compare(reference: Reference, folder: Path, trail: list[StepTrail]) -> Parity:
+    """What a layout wrote to `folder` beside the reference; this process reads it alone."""
+    gradients, parameters = reference.gradients, reference.parameters
+    found = {name: torch.empty_like(tensor) for name, tensor in (gradients | parameters).items()}
+    shards = [
+        TensorShard(name=name, global_shape=tuple(tensor.shape), offsets=(0,) * tensor.dim(), tensor=tensor)
+        for name, tensor in found.items()
     ]
-    load(folder, theirs, group=trained.assembly.mesh.world)
-    found = {shard.name: shard.tensor for shard in theirs}
-    gradients = {shard.name: shard.tensor for shard in trained.gradients}
-    parameters = {shard.name: shard.tensor for shard in trained.parameters}
+    load(folder, shards, group=None)
     whole = math.hypot(*map(norm_of, gradients.values()))
     worst_grad, grad_rel = _worst(
         {name: gradient_difference(found[name], own, whole) for name, own in gradients.items()}
     )
     worst_param, param_of_bound = _worst(
-        {name: norm_of(found[name] - own) / norm_of(trained.bounds[name]) for name, own in parameters.items()}
+        {
+            name: norm_of(found[name] - own) / norm_of(reference.bounds[name])
+            for name, own in parameters.items()
+        }
     )
     _, param_rel = _worst({name: relative_difference(found[name], own) for name, own in parameters.items()})
-    pairs = list(zip(trail, trained.trail, strict=True))
+    pairs = list(zip(trail, reference.trail, strict=True))
     norms = [_largest_relative([mine.norm], [own.norm]) for mine, own in pairs]
     return Parity(
         loss_rel=_largest_relative([mine.loss for mine, _ in pairs], [own.loss for _, own in pairs]),
         mtp_loss_rel=_largest_relative(
             [mine.mtp_loss for mine, _ in pairs], [own.mtp_loss for _, own in pairs]
         )
-        if config.model.mtp.num_modules
+        if reference.has_mtp
         else None,
         first_norm_rel=norms[0],
         norm_rel=max(norms),
@@ -187,8 +219,8 @@ def train_and_compare(
         worst_grad=worst_grad.removeprefix("gradient."),
         worst_param=worst_param.removeprefix("model."),
         num_steps=NUM_STEPS,
-        num_routed_layers=len(trained.trail[0].loads),
-        different_routing=different_routing(trail, trained.trail),
+        num_routed_layers=len(reference.trail[0].loads),
+        different_routing=different_routing(trail, reference.trail),
     )
 
 

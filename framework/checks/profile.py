@@ -30,6 +30,7 @@ from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost
 from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 
 # Whether each of its layers has experts and what it recomputes, and whether it is the first and the last stage.
@@ -64,7 +65,9 @@ def measure(
     group = cast(dist.ProcessGroup, dist.new_group(list(range(tensor_size)))) if tensor_size > 1 else None
     slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     # I and B are measured with what they run again.
-    plan = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu").recompute_plan
+    plan = Workload(
+        config=config, vocab_size=vocab_size, device_type="cpu" if device.type == "cpu" else "cuda"
+    ).recompute_plan
     shapes: list[StageShape] = [
         (
             tuple((config.model.is_moe_layer(index), plan.get(index, NOTHING)) for index in cut.layers),
@@ -118,12 +121,14 @@ class _Probe:
         )
         parameters = ShardedStage(
             module,
-            ZeroConfig(),
-            replica=Axis(),
-            tensor=tensor,
-            expert_replica=Axis(),
-            dtype=dtype,
-            device=device,
+            ZeroContext(
+                config=ZeroConfig(),
+                replica=ReplicaAxes.of(Axis()),
+                tensor=tensor,
+                expert_replica=ReplicaAxes.of(Axis()),
+                dtype=dtype,
+                device=device,
+            ),
             seed=config.seed,
         )
         self._module = module
@@ -155,7 +160,7 @@ class _Probe:
         if self._is_last:
             predictions = [(outputs[0], self._target)]
             if len(outputs) > 1:
-                predictions += self._module.further_predictions(outputs[1], self._target)
+                predictions += self._module.mtp_predictions(outputs[1], self._target)
             losses = [
                 vocab_parallel_cross_entropy(logits, target, self._tensor, vocab_size=self._vocab_size).sum()
                 for logits, target in predictions

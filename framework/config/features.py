@@ -1,11 +1,11 @@
-"""What a run may use, each with how it is switched on: the rows and columns of the table in compositions.py."""
+"""What a run may use, each with how it is switched on: the rows and columns of the table of what composes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from counterflow.parallel.pipeline.schedules.registry import all_schedules
 
@@ -18,6 +18,7 @@ class Feature:
     """Something a run may use.
 
     setting: the config text that switches it on, as a user writes it. value: the config text in force.
+    example: the values of a config that switch it on, with what else it needs of the defaults.
     """
 
     key: str
@@ -25,6 +26,7 @@ class Feature:
     setting: str
     active: Callable[[TrainConfig], bool]
     value: Callable[[TrainConfig], str]
+    example: Mapping[str, Any]
 
 
 def _text_of(dotted: str) -> Callable[[TrainConfig], str]:
@@ -44,6 +46,7 @@ def _schedule(name: str, title: str) -> Feature:
         setting=f"schedule={name}",
         active=lambda config: config.schedule.name == name,
         value=_text_of("schedule.name"),
+        example={"schedule": {"name": name}},
     )
 
 
@@ -54,6 +57,7 @@ def _axis(key: str, title: str) -> Feature:
         setting=f"parallel.{key}_size > 1",
         active=lambda config: getattr(config.parallel, f"{key}_size") > 1,
         value=_text_of(f"parallel.{key}_size"),
+        example={"parallel": {f"{key}_size": 2}},
     )
 
 
@@ -64,6 +68,7 @@ def _zero(stage: int, title: str) -> Feature:
         setting=f"zero.stage={stage}",
         active=lambda config: config.zero.stage == stage,
         value=_text_of("zero.stage"),
+        example={"zero": {"stage": stage}},
     )
 
 
@@ -75,6 +80,9 @@ def _skip_step_text(config: TrainConfig) -> str:
     return f"skip_step.{name}={getattr(skip_step, name)}"
 
 
+_EXPERTS = {"model": {"moe": {"num_experts": 4}}}
+_EXPERTS_OVER_RANKS = {**_EXPERTS, "parallel": {"data_parallel_size": 2, "expert_parallel_size": 2}}
+
 FEATURES: tuple[Feature, ...] = (
     _axis("tensor_parallel", "tensor parallelism"),
     Feature(
@@ -83,11 +91,19 @@ FEATURES: tuple[Feature, ...] = (
         setting="parallel.sequence_parallel=true",
         active=lambda config: config.parallel.sequence_parallel and config.parallel.tensor_parallel_size > 1,
         value=_text_of("parallel.sequence_parallel"),
+        example={"parallel": {"tensor_parallel_size": 2, "sequence_parallel": True}},
     ),
     _axis("pipeline_parallel", "pipeline parallelism"),
     _axis("data_parallel", "data parallelism"),
     _axis("context_parallel", "context parallelism"),
-    _axis("expert_parallel", "expert parallelism"),
+    Feature(
+        key="expert_parallel",
+        title="expert parallelism",
+        setting="parallel.expert_parallel_size > 1",
+        active=lambda config: config.parallel.expert_parallel_size > 1,
+        value=_text_of("parallel.expert_parallel_size"),
+        example=_EXPERTS_OVER_RANKS,
+    ),
     *(_schedule(each.name, each.title) for each in all_schedules().values()),
     _zero(1, "ZeRO-1"),
     _zero(2, "ZeRO-2"),
@@ -98,6 +114,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="precision=bf16",
         active=lambda config: config.precision.compute == "bf16",
         value=_text_of("precision.compute"),
+        example={"precision": {"compute": "bf16"}},
     ),
     Feature(
         key="fp16",
@@ -105,6 +122,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="precision=fp16",
         active=lambda config: config.precision.compute == "fp16",
         value=_text_of("precision.compute"),
+        example={"precision": {"compute": "fp16"}},
     ),
     Feature(
         key="bf16_reduce",
@@ -112,6 +130,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="precision.reduce=bf16",
         active=lambda config: config.precision.reduce == "bf16",
         value=_text_of("precision.reduce"),
+        example={"precision": {"reduce": "bf16"}},
     ),
     Feature(
         key="bf16_states",
@@ -119,6 +138,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="precision.optimizer_states=bf16",
         active=lambda config: config.precision.optimizer_states == "bf16",
         value=_text_of("precision.optimizer_states"),
+        example={"precision": {"optimizer_states": "bf16"}},
     ),
     Feature(
         key="fp8",
@@ -126,6 +146,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="precision.linear=fp8",
         active=lambda config: config.precision.linear == "fp8",
         value=_text_of("precision.linear"),
+        example={"precision": {"linear": "fp8"}},
     ),
     Feature(
         key="skip_step",
@@ -133,6 +154,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="skip_step=skip",
         active=lambda config: config.skip_step.are_on,
         value=_skip_step_text,
+        example={"skip_step": {"skip_non_finite": True}},
     ),
     Feature(
         key="compression",
@@ -140,6 +162,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="compression=onebit",
         active=lambda config: config.compression.method != "none",
         value=_text_of("compression.method"),
+        example={"compression": {"method": "int8"}},
     ),
     Feature(
         key="quantised_weights",
@@ -147,6 +170,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="compression.weights=int8",
         active=lambda config: config.compression.weights != "none",
         value=_text_of("compression.weights"),
+        example={"compression": {"weights": "int8"}},
     ),
     Feature(
         key="pipeline_payload",
@@ -154,6 +178,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="comm.pipeline_payload=fp8",
         active=lambda config: config.comm.pipeline_payload != "compute",
         value=_text_of("comm.pipeline_payload"),
+        example={"comm": {"pipeline_payload": "fp8"}},
     ),
     Feature(
         key="recomputation",
@@ -161,6 +186,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="recompute.mode=full",
         active=lambda config: config.recompute.mode != "none",
         value=_text_of("recompute.mode"),
+        example={"recompute": {"mode": "full"}},
     ),
     Feature(
         key="offload",
@@ -168,6 +194,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="offload=schedule",
         active=lambda config: config.offload.is_active,
         value=_text_of("offload.policy"),
+        example={"offload": {"policy": "schedule", "budget_share": 0.9, "min_bytes": 0}},
     ),
     Feature(
         key="experts",
@@ -175,6 +202,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="model.moe.num_experts > 0",
         active=lambda config: config.model.moe.num_experts > 0,
         value=_text_of("model.moe.num_experts"),
+        example=_EXPERTS,
     ),
     Feature(
         key="balance",
@@ -182,6 +210,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="balance.interval_steps > 0",
         active=lambda config: config.balance.interval_steps > 0,
         value=_text_of("balance.interval_steps"),
+        example={**_EXPERTS_OVER_RANKS, "balance": {"interval_steps": 1}},
     ),
     Feature(
         key="copies",
@@ -189,6 +218,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="balance.num_redundant_experts > 0",
         active=lambda config: config.balance.num_redundant_experts > 0,
         value=_text_of("balance.num_redundant_experts"),
+        example={**_EXPERTS_OVER_RANKS, "balance": {"num_redundant_experts": 1}},
     ),
     Feature(
         key="mtp",
@@ -196,6 +226,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="model.mtp.num_modules > 0",
         active=lambda config: config.model.mtp.num_modules > 0,
         value=_text_of("model.mtp.num_modules"),
+        example={"model": {"mtp": {"num_modules": 1}}},
     ),
     Feature(
         key="mla",
@@ -203,6 +234,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="model.mla.kv_lora_rank > 0",
         active=lambda config: config.model.uses_mla,
         value=_text_of("model.mla.kv_lora_rank"),
+        example={"model": {"mla": {"kv_lora_rank": 64}}},
     ),
     Feature(
         key="post_validation",
@@ -210,6 +242,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="optimizer.post_validation=true",
         active=lambda config: config.optimizer.post_validation,
         value=_text_of("optimizer.post_validation"),
+        example={"optimizer": {"post_validation": True}},
     ),
     Feature(
         key="batch_ramp",
@@ -217,6 +250,9 @@ FEATURES: tuple[Feature, ...] = (
         setting="training.batch_ramp.ramp_samples=N",
         active=lambda config: config.training.batch_ramp.ramp_samples is not None,
         value=_text_of("training.batch_ramp.ramp_samples"),
+        example={
+            "training": {"batch_ramp": {"start_num_microbatches": 4, "increment": 2, "ramp_samples": 1}}
+        },
     ),
     Feature(
         key="documents",
@@ -224,6 +260,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="data.batching=documents",
         active=lambda config: config.data.batching == "documents",
         value=_text_of("data.batching"),
+        example={"data": {"batching": "documents", "tokens_per_step": 2048}},
     ),
     Feature(
         key="tied_embeddings",
@@ -231,6 +268,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="model.tie_embeddings=true",
         active=lambda config: config.model.tie_embeddings,
         value=_text_of("model.tie_embeddings"),
+        example={"model": {"tie_embeddings": True}},
     ),
     Feature(
         key="deepspeed_engine",
@@ -238,6 +276,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="zero.engine=deepspeed",
         active=lambda config: config.zero.engine == "deepspeed",
         value=_text_of("zero.engine"),
+        example={"zero": {"engine": "deepspeed", "stage": 1}},
     ),
     Feature(
         key="onebit_adam",
@@ -245,13 +284,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="optimizer.name=onebit_adam",
         active=lambda config: config.optimizer.name == "onebit_adam",
         value=_text_of("optimizer.name"),
-    ),
-    Feature(
-        key="not_1f1b",
-        title="any schedule but 1F1B",
-        setting="schedule=NAME",
-        active=lambda config: config.schedule.name != "1f1b",
-        value=_text_of("schedule.name"),
+        example={"optimizer": {"name": "onebit_adam"}},
     ),
     Feature(
         key="checkpoints",
@@ -261,6 +294,7 @@ FEATURES: tuple[Feature, ...] = (
         value=lambda config: _text_of(
             "checkpoint.enabled" if config.checkpoint.enabled else "checkpoint.resume"
         )(config),
+        example={"checkpoint": {"enabled": True}},
     ),
     Feature(
         key="host_parameters",
@@ -268,6 +302,10 @@ FEATURES: tuple[Feature, ...] = (
         setting="zero.offload_parameters=true",
         active=lambda config: config.zero.offload_parameters,
         value=_text_of("zero.offload_parameters"),
+        example={
+            "zero": {"stage": 3, "offload_parameters": True},
+            "optimizer": {"offload": {"tier": "host"}},
+        },
     ),
     Feature(
         key="host_states",
@@ -275,6 +313,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="optimizer.offload.tier=host",
         active=lambda config: config.optimizer.offload.tier == "host",
         value=_text_of("optimizer.offload.tier"),
+        example={"optimizer": {"offload": {"tier": "host"}}},
     ),
     Feature(
         key="disk_states",
@@ -282,6 +321,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="optimizer.offload.tier=disk",
         active=lambda config: config.optimizer.offload.tier == "disk",
         value=_text_of("optimizer.offload.tier"),
+        example={"optimizer": {"offload": {"tier": "disk"}}},
     ),
     Feature(
         key="cpu_adam",
@@ -289,6 +329,7 @@ FEATURES: tuple[Feature, ...] = (
         setting="optimizer=cpu_adam",
         active=lambda config: config.optimizer.kernel == "cpu_adam",
         value=_text_of("optimizer.kernel"),
+        example={"optimizer": {"kernel": "cpu_adam", "offload": {"tier": "host"}}},
     ),
 )
 

@@ -1,7 +1,7 @@
 """TrainConfig: the whole configuration, composed of its owners' dataclasses.
 
-A config comes in as a plain mapping (config_mapping.py: names and types), each dataclass holds its own rules, and
-`config_rules.check` holds those that need more than one of them. Every mistake is a ValueError: value, rule, remedy.
+A config comes in as a plain mapping (mapping.py: names and types), each dataclass holds its own rules, and the table in
+framework/checks/rules holds those that need more than one of them. Every mistake is a ValueError: value, rule, remedy.
 """
 
 from __future__ import annotations
@@ -134,6 +134,12 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = True
     device: DeviceChoice = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(
+                f"seed={self.seed}: a whole number from 0 to 2^63 - 1; set it so, 0 is the default"
+            )
 
     @property
     def expected_vocab_size(self) -> int:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
+from pathlib import Path
+from typing import BinaryIO, cast
 
 from counterflow.framework.data.config import DataConfig
-from counterflow.framework.data.files import SourceFile, open_file, shown, unreadable
+from counterflow.framework.data.files import TEXT_SUFFIXES, SourceFile, open_file, shown, unreadable
 
 # A longer text is read in pieces of about this many characters: memory stays bounded and a corpus of one
 # large file can still be split into train and validation.
@@ -34,6 +36,7 @@ _NO_TEXT = (
     (b"BZh91AY&SY", "compressed by bzip2: decompress it"),
     (b"PK\x03\x04", "a zip archive: unpack it"),
     (b"PAR1\x15", "a Parquet file: write its text as JSONL"),
+    (b"\xff\xfe\x00\x00", "UTF-32: convert it to UTF-8"),
     (b"\xff\xfe", "UTF-16: convert it to UTF-8"),
     (b"\xfe\xff", "UTF-16: convert it to UTF-8"),
 )
@@ -110,7 +113,7 @@ def _documents(file: SourceFile, config: DataConfig) -> Iterator[Document]:
         for magic, what in _NO_TEXT:
             if start.startswith(magic):
                 raise ValueError(f"data.sources: {shown(file.path)} is {what}, or leave it out")
-        if file.path.suffix == ".jsonl":
+        if _is_jsonl(file.path):
             yield from _jsonl_documents(file, stream, config.text_field)
             return
         for document in _pieces(file.name, io.TextIOWrapper(stream, encoding="utf-8-sig")):
@@ -120,6 +123,13 @@ def _documents(file: SourceFile, config: DataConfig) -> Iterator[Document]:
                     "UTF-8 text; convert it, or leave it out"
                 )
             yield document
+
+
+def _is_jsonl(path: Path) -> bool:
+    """By the name of the file, and by that of what a link without such a name leads to."""
+    names = (path.name, os.path.basename(os.path.realpath(path)))
+    suffixes = (Path(name.lower()).suffix for name in names)
+    return next((suffix for suffix in suffixes if suffix in (*TEXT_SUFFIXES, ".jsonl")), "") == ".jsonl"
 
 
 def _builtin_documents(file: SourceFile) -> Iterator[Document]:
@@ -170,25 +180,48 @@ def _text_of(line: bytes, where: str, text_field: str) -> str:
             "convert it, or leave it out"
         ) from None
     except ValueError as error:
-        raise ValueError(
-            f"data.sources: {where} is not JSON ({error}): a .jsonl file has one JSON object a line"
-        ) from None
+        raise ValueError(f"data.sources: {where} is not JSON ({error}): {_why_no_json(line)}") from None
     except RecursionError:
         raise ValueError(
             f"data.sources: {where} is nested too deeply to be read: a .jsonl file has one JSON object a line, with "
             f"its text in the field '{text_field}'"
         ) from None
-    text = record.get(text_field) if isinstance(record, Mapping) else None
+    if not isinstance(record, Mapping):
+        raise ValueError(
+            f"data.sources: {where} is {_kind_of(record)}: a .jsonl file has one JSON object a line, with its text in "
+            f"the field '{text_field}'"
+        )
+    fields = cast("Mapping[str, object]", record)
+    text = fields.get(text_field)
     if isinstance(text, str):
         return text
-    found = type(record).__name__
-    if isinstance(record, Mapping):
-        names = [shown(str(name).encode(errors="replace").decode()) for name in record]
-        found = ", ".join(names[:_SHOWN_FIELDS] + ["..."] * (len(names) > _SHOWN_FIELDS))
+    if text_field in fields:
+        raise ValueError(
+            f"data.sources: {where} has {_kind_of(text)} in field '{text_field}', where its text should be; set "
+            "data.text_field to the field that holds the text, or leave the line out"
+        )
+    names = [shown(name.encode(errors="replace").decode()) for name in fields]
+    found = ", ".join(names[:_SHOWN_FIELDS] + ["..."] * (len(names) > _SHOWN_FIELDS)) or "no fields"
     raise ValueError(
         f"data.sources: {where} has no text in field '{text_field}' (found: {found}); "
         "set data.text_field to the field that holds the text"
     )
+
+
+def _why_no_json(line: bytes) -> str:
+    if b"\0" in line:
+        return "it has bytes of value 0, so it is binary data or UTF-16; convert it to UTF-8, or leave it out"
+    if b"\r" in line.strip():
+        return "it has carriage returns within; end the lines with line feeds"
+    return "a .jsonl file has one JSON object a line"
+
+
+def _kind_of(value: object) -> str:
+    """What JSON calls a value that is no text where text should be."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    kinds = ((str, "a text"), (float, "a number"), (list, "a list"), (Mapping, "an object"))
+    return next(kind for cls, kind in kinds if isinstance(value, cls))
 
 
 def _without_surrogates(text: str) -> tuple[str, int]:

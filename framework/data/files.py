@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 _SHOWN_CHARS = 300
 _KINDS = (
     (stat.S_ISDIR, "a folder"),

@@ -22,7 +22,7 @@ from counterflow.framework.data.corpus import PIECE_CHARS, Document, read_file, 
 from counterflow.framework.data.files import SourceFile, Stamp, shown, stamp_of
 
 # Counts how documents are cut and hashed.
-_VERSION = 2
+_VERSION = 3
 # Times of files go by the kernel's clock, which stands still for up to 10 ms, or by whole seconds on some file systems.
 _TICK_NS = 20_000_000
 _SECOND_NS = 1_000_000_000

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from counterflow.framework.data.config import DataConfig
 from counterflow.framework.data.files import (
+    TEXT_SUFFIXES,
     SourceFile,
     Stamp,
     bad_link,
@@ -26,7 +27,6 @@ from counterflow.framework.data.files import (
     unreadable,
 )
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 # Directories of the standard library that hold packages of others, or test data rather than prose and code.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
@@ -98,7 +98,7 @@ def _files_of(path: Path) -> tuple[_Found, ...]:
     try:
         status = path.stat()
     except OSError as error:
-        if path.is_symlink():
+        if os.path.islink(path):
             raise bad_link(path, error) from None
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise ValueError(

@@ -31,8 +31,9 @@ from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.mesh import Mesh
 from counterflow.parallel.parameters import initialize, place, placement_of
 from counterflow.parallel.pipeline.ir.trace import Recorder
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
-from counterflow.parallel.zero.unit import PersistentBytes
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
+from counterflow.parallel.pipeline.runtime.stage import Stage
+from counterflow.parallel.zero.layout import PersistentBytes
 
 
 class ModelParallelUnit:

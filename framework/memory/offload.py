@@ -37,7 +37,7 @@ class ActivationBudget:
 def activation_budget(
     config: TrainConfig, schedule: Schedule, plan: Plan, *, vocab_size: int, on_cpu: bool
 ) -> ActivationBudget:
-    """The room that a budget leaves for activations. schedule: lowered, of a step of the full batch."""
+    """The bytes of activations that a rank may hold. schedule: lowered, of a step of the full batch."""
     offload = config.offload
     budget = offload.budget_bytes
     if offload.budget_share is not None:
@@ -51,17 +51,17 @@ def activation_budget(
     return ActivationBudget(budget_bytes=budget, sizes=sizes)
 
 
-def offloaded(config: TrainConfig, schedule: Schedule, room: ActivationBudget | None) -> Schedule:
-    """The lowered `schedule` with OFFLOAD and RELOAD; itself where everything stays (`room` is None).
+def offloaded(config: TrainConfig, schedule: Schedule, budget: ActivationBudget | None) -> Schedule:
+    """The lowered `schedule` with OFFLOAD and RELOAD; itself where everything stays (`budget` is None).
 
     Raises ValueError: where a rank cannot keep within the budget.
     """
-    if room is None or config.offload.policy == "none":
+    if budget is None or config.offload.policy == "none":
         return schedule
-    least = least_budget_bytes(schedule, room.sizes)
-    if least > room.budget_bytes:
-        raise ValueError(too_small(config, room.budget_bytes, least))
-    return add_offload(schedule, room.sizes, budget_bytes=room.budget_bytes, policy=config.offload.policy)
+    least = least_budget_bytes(schedule, budget.sizes)
+    if least > budget.budget_bytes:
+        raise ValueError(too_small(config, budget.budget_bytes, least))
+    return add_offload(schedule, budget.sizes, budget_bytes=budget.budget_bytes, policy=config.offload.policy)
 
 
 def too_small(config: TrainConfig, budget: int, least: int, step: str = "") -> str:
@@ -80,18 +80,18 @@ def too_small(config: TrainConfig, budget: int, least: int, step: str = "") -> s
     )
 
 
-def copy_model(config: TrainConfig, room: ActivationBudget | None) -> CopyModel | None:
+def copy_model(config: TrainConfig, budget: ActivationBudget | None) -> CopyModel | None:
     """What a simulation of an offloaded schedule counts copies with; None: everything stays."""
-    if room is None:
+    if budget is None:
         return None
     return CopyModel(
-        sizes=room.sizes, budget_bytes=room.budget_bytes, bytes_per_s=config.offload.copy_bytes_per_s
+        sizes=budget.sizes, budget_bytes=budget.budget_bytes, bytes_per_s=config.offload.copy_bytes_per_s
     )
 
 
 def offloader_for(
     config: TrainConfig,
-    room: ActivationBudget | None,
+    budget: ActivationBudget | None,
     modules: Mapping[int, nn.Module],
     *,
     device: torch.device,
@@ -103,7 +103,7 @@ def offloader_for(
     from counterflow.parallel.offload.offloader import Offloader
     from counterflow.parallel.offload.tier import DiskTier, HostTier
 
-    if room is None:
+    if budget is None:
         return None
     offload = config.offload
     is_disk = offload.tier == "disk"
@@ -111,9 +111,9 @@ def offloader_for(
     return Offloader(
         DiskTier(folder) if is_disk else HostTier(pinned=device.type != "cpu"),
         device=device,
-        budget_bytes=room.budget_bytes,
+        budget_bytes=budget.budget_bytes,
         min_bytes=offload.min_bytes,
-        unit_bytes={stage: room.sizes[stage].kept for stage in modules},
+        unit_bytes={stage: budget.sizes[stage].kept for stage in modules},
         stay=[tensor for module in modules.values() for tensor in (*module.parameters(), *module.buffers())],
         bytes_per_s=offload.copy_bytes_per_s,
     )

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -33,10 +33,14 @@ class GuardedSink:
     """The sink that `make` opens; after its first failure, nothing more is handed to it.
 
     name: what messages call it. failure: why it takes no more records; None while it does.
+    hidden: what to write for values that a failure may name and nobody may read.
     """
 
-    def __init__(self, name: str, make: Callable[[], _Sink]) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], _Sink], *, hidden: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
+        self._hidden = hidden
         self.failure: str | None = None
         self._sink: _Sink | None = None
         self._try(lambda: setattr(self, "_sink", make()))
@@ -81,7 +85,7 @@ class GuardedSink:
 
     def _fail(self, why: str) -> None:
         if self.failure is None:
-            self.failure = redacted(why)
+            self.failure = redacted(why, self._hidden)
             _log.warning(
                 "%s stopped taking records (%s); the run goes on without it", self.name, self.failure
             )
@@ -94,7 +98,15 @@ class BackgroundSink(GuardedSink):
     all that follow.
     """
 
-    def __init__(self, name: str, make: Callable[[], _Sink], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], _Sink],
+        *,
+        timeout_s: float,
+        hidden: Mapping[str, str] | None = None,
+    ) -> None:
+        self._hidden = hidden
         self._timeout_s = timeout_s
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._busy_since: float | None = time.monotonic()

@@ -6,11 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from counterflow.framework.metrics.sinks import METRICS_FILE, iterate_records
@@ -38,6 +34,12 @@ def plot_loss(run_dir: Path) -> tuple[Path, ...]:
                 held_out.append((record.step + 1, record.validation_loss))
     if not steps:
         return ()
+
+    # Not above: of all ranks one draws, once.
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.5, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

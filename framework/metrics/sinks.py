@@ -61,26 +61,40 @@ def check_logger(config: LoggerConfig) -> None:
 
 
 def open_sinks(
-    config: LoggerConfig, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None = None
+    config: LoggerConfig,
+    run_dir: Path,
+    run_config: Mapping[str, Any],
+    resume_step: int | None = None,
+    *,
+    hidden: Mapping[str, str] | None = None,
 ) -> list[GuardedSink]:
     """The sinks of `config.name`, writing under `run_dir`; one that cannot be opened says so and takes nothing.
 
     run_config: the composed config as plain values; whatever looks like a secret is not passed on.
     resume_step: the first step this run will do; records from it on, left by an earlier run, are dropped.
+    hidden: what to write for values of the config where a failure names them.
     """
     if config.name == "none":
         return []
     run_dir.mkdir(parents=True, exist_ok=True)
-    sinks = [GuardedSink(METRICS_FILE, lambda: JsonlSink(run_dir, resume_step))]
+    sinks = [GuardedSink(METRICS_FILE, lambda: JsonlSink(run_dir, resume_step), hidden=hidden)]
     if config.name == "wandb":
         values = without_secrets(run_config)
         sinks.append(
-            BackgroundSink(WANDB, lambda: WandbSink(config, run_dir, values), timeout_s=config.timeout_s)
+            BackgroundSink(
+                WANDB,
+                lambda: WandbSink(config, run_dir, values),
+                timeout_s=config.timeout_s,
+                hidden=hidden,
+            )
         )
     elif config.name == "tensorboard":
         sinks.append(
             BackgroundSink(
-                "TensorBoard", lambda: TensorBoardSink(run_dir, resume_step), timeout_s=config.timeout_s
+                "TensorBoard",
+                lambda: TensorBoardSink(run_dir, resume_step),
+                timeout_s=config.timeout_s,
+                hidden=hidden,
             )
         )
     return sinks
@@ -178,10 +192,7 @@ class WandbSink:
 
     def __init__(self, config: LoggerConfig, run_dir: Path, run_config: dict[str, Any]) -> None:
         """Raises wandb.Error or OSError: where W&B cannot start the run, for example without its server."""
-        if not _has_home():
-            # W&B keeps settings and caches at home; without one it does not start.
-            for name in ("CONFIG", "CACHE", "DATA"):
-                os.environ.setdefault(f"WANDB_{name}_DIR", str(run_dir / "wandb" / name.lower()))
+        os.environ.update(_home_for_wandb(run_dir))
         import wandb
 
         mode = _wandb_mode(config)
@@ -299,8 +310,24 @@ def _may_log_in() -> bool:
     return netrc.is_file() and netrc.stat().st_size > 0
 
 
+def _home_for_wandb(run_dir: Path) -> dict[str, str]:
+    """Variables without which W&B does not start, or its service prints its log at the end of ours.
+
+    W&B keeps settings and caches at home, and its service knows home by HOME alone.
+    """
+    if not _has_home():
+        names = (f"WANDB_{name}_DIR" for name in ("CONFIG", "CACHE", "DATA"))
+        return {
+            name: os.environ.get(name) or str(run_dir / "wandb" / name.split("_")[1].lower())
+            for name in names
+        }
+    return {} if os.environ.get("HOME") else {"HOME": str(Path.home())}
+
+
 def _has_home() -> bool:
     """Whether there is a home folder that can be written to; a container's user may have none."""
+    if os.environ.get("HOME") == "":
+        return False  # the root of the file system would be taken for it
     try:
         home = Path.home()
     except RuntimeError:

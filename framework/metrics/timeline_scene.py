@@ -22,6 +22,7 @@ MUTED = "#66707c"
 WAIT_COLOURS = {
     Activity.RECEIVE_WAIT: "#f4d58a",
     Activity.SEND_WAIT: "#d3b4e6",
+    Activity.GATHER_WAIT: "#c3b5e3",
     Activity.COLLECTIVE_WAIT: "#a5dcd6",
     Activity.EXPERT_WAIT: "#e58f84",
     Activity.OFFLOAD_WAIT: "#c9b79c",
@@ -31,7 +32,8 @@ WAIT_COLOURS = {
 _WAIT_MEANINGS = {
     Activity.RECEIVE_WAIT: "receive wait",
     Activity.SEND_WAIT: "send wait",
-    Activity.COLLECTIVE_WAIT: "collective wait (parameters, gradient norm)",
+    Activity.GATHER_WAIT: "gather wait (parameters)",
+    Activity.COLLECTIVE_WAIT: "collective wait (gradient norm)",
     Activity.EXPERT_WAIT: "expert wait (tokens on their way, exposed)",
     Activity.OFFLOAD_WAIT: "offload wait (activations on their way)",
     Activity.REDUCE: "gradient reduction",

@@ -28,8 +28,9 @@ from counterflow.framework.optim.step_guard import StepGuard, StepVerdict
 from counterflow.framework.optim.updaters.updater import Part, TorchAdamW, Updater
 from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
+from counterflow.parallel.zero.layout import Fragment, PersistentBytes
 from counterflow.parallel.zero.stage import ShardedStage
-from counterflow.parallel.zero.unit import FlatUnit, Fragment, PersistentBytes
+from counterflow.parallel.zero.unit import FlatUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ class ModelOptimizer:
         """Go on after `num_steps` updates; the tensors of `owned` have been filled, masters and state."""
         assert not self.is_ahead
         self.num_steps = num_steps
-        self._publish()
+        self._sync_parameters()
 
     @torch.no_grad()
     def gradient_norm(self, recorder: Recorder | None = None) -> float:
@@ -187,6 +188,11 @@ class ModelOptimizer:
             self._finish(norm, learning_rate)
         return StepVerdict(grad_norm=norm, skipped=skipped)
 
+    @torch.no_grad()
+    def update_unclipped(self, learning_rate: float) -> None:
+        """Update without looking at the norm, whose value a dry run does not have."""
+        self._update(learning_rate)
+
     @property
     def can_step_ahead(self) -> bool:
         """Whether the next step may be made before its norm is known; the same on every rank."""
@@ -235,7 +241,7 @@ class ModelOptimizer:
             if is_made:
                 self._finish(norm, ahead.learning_rate)
             else:
-                self._publish()
+                self._sync_parameters()
         if error is not None:
             raise error
         return Validation(verdict=verdict, is_redone=True)
@@ -260,9 +266,9 @@ class ModelOptimizer:
     def _update(self, learning_rate: float) -> None:
         self.updater.update(self._parts(), step=self.num_steps + 1, learning_rate=learning_rate)
         self.num_steps += 1
-        self._publish()
+        self._sync_parameters()
 
-    def _publish(self) -> None:
+    def _sync_parameters(self) -> None:
         for stage in self._stages:
             stage.sync_parameters()
 

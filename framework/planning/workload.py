@@ -9,8 +9,9 @@ holds less, moves less or nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_kind
@@ -29,28 +30,52 @@ from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.ir.offload_sizes import UnitBytes
 
+DeviceType = Literal["cpu", "cuda"]
 
+
+@dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A config with the vocabulary that its run has; nothing of it changes, and each part is made when first asked for.
+    """A config with the vocabulary that its run has and the device that its ranks compute on.
 
-    vocab_size: None, what the model or the tokenizer is asked for. on_cpu: whether the ranks compute on a CPU; None:
-    as config.device says.
+    It is a record: equal ones are the workload of equal runs. What follows from it is made when it is first asked for,
+    and kept. device_type: None: as config.device says, which is looked up where it counts.
     """
 
-    def __init__(
-        self, config: TrainConfig, *, vocab_size: int | None = None, on_cpu: bool | None = None
-    ) -> None:
-        self.config = config
-        self.vocab_size = vocab_size or config.expected_vocab_size
-        self._on_cpu = on_cpu
-        self._executed: dict[int, Schedule] = {}
-        self._schedules: dict[int, Schedule] = {}
-        self._next: dict[int, int] = {}
+    config: TrainConfig
+    vocab_size: int
+    device_type: DeviceType | None = None
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, *, data_vocab_size: int | None = None, device_type: DeviceType | None = None
+    ) -> Workload:
+        """The workload of `config`: the vocabulary is the model's, else the data's.
+
+        data_vocab_size: None: the data is not prepared yet, and what the tokenizer is asked for stands in for it.
+        """
+        vocab_size = config.model.vocab_size or data_vocab_size or config.expected_vocab_size
+        return cls(config=config, vocab_size=vocab_size, device_type=device_type)
 
     @cached_property
     def on_cpu(self) -> bool:
         """Whether the ranks compute on a CPU."""
-        return device_kind(self.config.device) == "cpu" if self._on_cpu is None else self._on_cpu
+        return (self.device_type or device_kind(self.config.device)) == "cpu"
+
+    @cached_property
+    def _next(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _named(self) -> dict[int, Schedule]:
+        return {}
+
+    @cached_property
+    def _executed(self) -> dict[int, Schedule]:
+        return {}
+
+    @cached_property
+    def _schedules(self) -> dict[int, Schedule]:
+        return {}
 
     @property
     def full_size(self) -> int:
@@ -74,14 +99,23 @@ class Workload:
             self._next[at_least] = next_num_microbatches(self.config, at_least)
         return self._next[at_least]
 
+    def named(self, num_microbatches: int) -> Schedule:
+        """The compute actions of the configured schedule in a step of this many micro-batches.
+
+        Raises ValueError: where the schedule does not take them.
+        """
+        if num_microbatches not in self._named:
+            counted = replace(self.config.schedule, num_microbatches=num_microbatches)
+            self._named[num_microbatches] = build_schedule(counted, self.config.parallel)
+        return self._named[num_microbatches]
+
     def executed(self, num_microbatches: int) -> Schedule:
         """What the ranks execute in a step of so many micro-batches, where everything stays in memory.
 
         Raises ValueError: where the schedule does not take them.
         """
         if num_microbatches not in self._executed:
-            counted = replace(self.config.schedule, num_microbatches=num_microbatches)
-            named = build_schedule(counted, self.config.parallel)
+            named = self.named(num_microbatches)
             self._executed[num_microbatches] = as_executed(self.config, named)
         return self._executed[num_microbatches]
 
@@ -114,8 +148,8 @@ class Workload:
         )
 
     @cached_property
-    def room(self) -> ActivationBudget | None:
-        """The room there is for activations, in every step; None: for all that is made."""
+    def activation_budget(self) -> ActivationBudget | None:
+        """What a rank may hold of activations, in every step; None: all that is made."""
         if not self.config.offload.is_active:
             return None
         return activation_budget(
@@ -131,7 +165,7 @@ class Workload:
 
         Raises ValueError: where a rank cannot keep within the budget.
         """
-        return offloaded(self.config, schedule, self.room)
+        return offloaded(self.config, schedule, self.activation_budget)
 
     def peak_activation_bytes(self, schedule: Schedule) -> tuple[int, ...]:
         """The most activation bytes of each pipeline rank in a step of `schedule`."""
@@ -156,18 +190,18 @@ class Workload:
         Raises ValueError: where a step cannot be made, or cannot keep within a budget.
         """
         _ = self.recompute_plan
-        room, sizes = self.room, self.sizes
-        if room is not None:
-            least = {size: least_budget_bytes(self.executed(size), room.sizes) for size in sizes}
-            if max(least.values()) > room.budget_bytes:
-                raise ValueError(self._too_small(room, least))
+        budget, sizes = self.activation_budget, self.sizes
+        if budget is not None:
+            least = {size: least_budget_bytes(self.executed(size), budget.sizes) for size in sizes}
+            if max(least.values()) > budget.budget_bytes:
+                raise ValueError(self._too_small(budget, least))
         for size in sizes:
             self.schedule(size)
         if self.config.data.validation_batches:
             verify(forward_only(self.schedule(self.full_size)), forward_only=True)
 
-    def _too_small(self, room: ActivationBudget, least: dict[int, int]) -> str:
+    def _too_small(self, budget: ActivationBudget, least: dict[int, int]) -> str:
         """By the step that needs the most, so that what is advised is enough for all of them."""
         worst = max(least, key=lambda size: (least[size], size == self.full_size))
         step = "" if worst == self.full_size else f"in a step of {worst} micro-batches "
-        return too_small(self.config, room.budget_bytes, least[worst], step)
+        return too_small(self.config, budget.budget_bytes, least[worst], step)

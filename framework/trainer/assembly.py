@@ -22,17 +22,21 @@ from counterflow.parallel.pipeline.analysis.simulate import simulate
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.schedules.registry import bubble_formula
+from counterflow.parallel.zero.context import ReplicaAxes
 from counterflow.parallel.zero.stage import ShardedStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The mesh axes that collectives of the trainer run over, one byte meter for all."""
+    """The mesh axes that collectives of the trainer run over, one byte meter for all.
+
+    replicas, expert_replicas: the ranks that hold the same parameters, and the same experts.
+    """
 
     tensor: Axis
-    replica: Axis
+    replicas: ReplicaAxes
     expert: Axis
-    expert_replica: Axis
+    expert_replicas: ReplicaAxes
     embedding: Axis
     world: Axis
     meter: ByteMeter

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,16 +19,14 @@ from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.devices import count_problems, devices_here
 from counterflow.framework.experts.routing import routing_state
 from counterflow.framework.memory.offload import offloader_for
-from counterflow.framework.optim.apex import KernelChoice, KernelUse, choose_kernel
+from counterflow.framework.optim.apex import KernelChoice, KernelUse
 from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.framework.optim.step_guard import StepGuard, StepUndo
 from counterflow.framework.optim.updaters.apex import ApexAdamW, use_apex_norms
-from counterflow.framework.optim.updaters.bf16_states import StochasticBf16AdamW
-from counterflow.framework.optim.updaters.disk_states import DiskStates
-from counterflow.framework.optim.updaters.host_states import HostStates, nothing_moves
-from counterflow.framework.optim.updaters.updater import TorchAdamW, Updater
+from counterflow.framework.optim.updaters.host_states import nothing_moves
 from counterflow.framework.planning.workload import Workload
 from counterflow.framework.trainer.assembly import Assembly, Axes, ExpectedBubbles
+from counterflow.framework.trainer.kernels import kernel_choices, named_kernels, updater_for
 from counterflow.framework.trainer.rebalance import Balancer, initial_placement
 from counterflow.models.config import ModelConfig
 from counterflow.models.fp8 import use_fp8
@@ -39,10 +36,12 @@ from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.expert.exchange import CommunicationPoint, ExpertParallel
 from counterflow.parallel.mesh import Mesh, build_mesh
 from counterflow.parallel.ops.fp8 import why_no_fp8
+from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
 from counterflow.parallel.pipeline.runtime.payload import payload_of
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
 from counterflow.parallel.pipeline.runtime.stage import Stage
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 
 logger = logging.getLogger(__name__)
@@ -74,10 +73,73 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
 
     Raises ValueError: where the layout does not fit the processes, the schedule or the model.
     """
-    vocab_size = config.model.vocab_size or data.vocab_size
-    workload = Workload(config, vocab_size=vocab_size, on_cpu=device.type == "cpu")
+    workload = Workload.of(
+        config, data_vocab_size=data.vocab_size, device_type="cpu" if device.type == "cpu" else "cuda"
+    )
+    return assemble(workload, device, lambda mesh: batches_of(workload, mesh, data))
+
+
+def assemble(workload: Workload, device: torch.device, batches: Callable[[Mesh], Batches]) -> Assembly:
+    """As `build`; what the rank trains on comes from `batches`."""
+    config = workload.config
+    model = build_model(workload, device)
+    runtime = build_runtime(workload, model, device)
+    guard = StepGuard(
+        config.skip_step, config.precision.loss_scale if config.precision.compute == "fp16" else None
+    )
+    optimizer = model.optimizer or build_optimizer(config, model, guard, device)
+    data = batches(model.mesh)
+    return Assembly(
+        config=config,
+        mesh=model.mesh,
+        axes=model.axes,
+        schedule=model.schedule,
+        stages=model.stages,
+        runtime=runtime,
+        optimizer=optimizer,
+        train=data.train,
+        validation=data.validation,
+        num_validation_batches=data.num_validation_batches,
+        workload=workload,
+        expected_bubbles=ExpectedBubbles(workload),
+        device=device,
+        balancer=balancer(config),
+        undo=step_undo(model.stages.values(), [stage.module for stage in runtime.stages.values()])
+        if guard.can_skip
+        else None,
+        kernels=named_kernels(model.kernels, optimizer, is_first=model.mesh.rank == 0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """This rank's part of the model, on its mesh.
+
+    stages: the parameters of each stage, by index. runtime_stages: what the runtime runs. kernels: what computes
+    updates and norms, by use. interleaver: where tokens of experts are waited for; None: none travel.
+    optimizer: that of DeepSpeed's engine; None: the project's own trains it.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    schedule: Schedule
+    stages: dict[int, ShardedStage]
+    runtime_stages: dict[int, Stage]
+    kernels: dict[KernelUse, KernelChoice]
+    interleaver: Interleaver | None
+    optimizer: ModelOptimizer | None
+
+
+def build_model(workload: Workload, device: torch.device) -> BuiltModel:
+    """Mesh, groups and stages with their initial values. In one order on every rank: groups are made together.
+
+    Raises ValueError: as `build`.
+    """
+    config, vocab_size = workload.config, workload.vocab_size
     schedule = workload.schedule(workload.full_size)
-    mesh = build_mesh(config.parallel, mirrored=schedule.num_directions > 1)
+    mesh = build_mesh(
+        config.parallel, mirrored=schedule.num_directions > 1, shard_size=config.zero.shard_size
+    )
     axes = _axes_of(mesh)
     slices = partition(
         config.model, schedule.num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size
@@ -116,75 +178,98 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
         is_tied = schedule.num_stages > 1 and has_tie(config.model)
         stages[index] = _sharded(module, config, axes, is_tied=is_tied, device=device)
         runtime_stages[index] = Stage(index, module, stages[index])
-    runtime = Runtime(
-        runtime_stages,
-        schedule,
-        group=mesh.pipeline,
-        reverse_group=mesh.pipeline_reverse,
-        device=device,
-        meter=axes.meter,
-        reschedule=workload.schedule,
-        p2p_chunk_bytes=config.comm.p2p_chunk_bytes,
-        p2p_payload=payload_of(config.comm.pipeline_payload),
-        interleaver=interleaver,
-        offloader=offloader_for(
-            config,
-            workload.room,
-            {index: stage.module for index, stage in runtime_stages.items()},
-            device=device,
-        ),
-    )
-    validation = None
-    if data.validation is not None:
-        # Whole batches of the full size, however small the training batch still is.
-        whole = replace(config.batch_plan, ramp=BatchRampConfig())
-        validation = _loader(config, mesh, TokenDataset(data.validation), whole)
-    note = nothing_moves(
-        config.optimizer.offload.tier, offload_parameters=config.zero.offload_parameters, device=device
-    )
-    if note is not None and mesh.rank == 0:
-        logger.warning("%s", note)
-    guard = StepGuard(
-        config.skip_step, config.precision.loss_scale if config.precision.compute == "fp16" else None
-    )
-    optimizer = optimizer or ModelOptimizer(
-        stages.values(),
-        config.optimizer,
-        tensor=axes.tensor,
-        world=axes.world,
-        updater=updater_for(config, kernels["optimizer"]),
-        guard=guard,
-        squares=ApexAdamW.squares if kernels["optimizer"].kernel == "apex" else None,
-    )
-    return Assembly(
-        config=config,
+    return BuiltModel(
         mesh=mesh,
         axes=axes,
         schedule=schedule,
         stages=stages,
-        runtime=runtime,
+        runtime_stages=runtime_stages,
+        kernels=kernels,
+        interleaver=interleaver,
         optimizer=optimizer,
-        train=_training_data(workload, mesh, TokenDataset(data.train)),
-        validation=validation,
-        num_validation_batches=0 if validation is None else _num_validation_batches(config, validation),
-        workload=workload,
-        expected_bubbles=ExpectedBubbles(workload),
-        device=device,
-        balancer=balancer(config),
-        undo=step_undo(stages.values(), [stage.module for stage in runtime_stages.values()])
-        if guard.can_skip
-        else None,
-        kernels=named_kernels(kernels, optimizer, is_first=mesh.rank == 0),
     )
+
+
+def build_runtime(workload: Workload, model: BuiltModel, device: torch.device) -> Runtime:
+    """What executes the schedule over the stages of `model`."""
+    config = workload.config
+    return Runtime(
+        model.runtime_stages,
+        model.schedule,
+        group=model.mesh.pipeline,
+        reverse_group=model.mesh.pipeline_reverse,
+        device=device,
+        meter=model.axes.meter,
+        reschedule=workload.schedule,
+        p2p_chunk_bytes=config.comm.p2p_chunk_bytes,
+        p2p_payload=payload_of(config.comm.pipeline_payload),
+        interleaver=model.interleaver,
+        offloader=offloader_for(
+            config,
+            workload.activation_budget,
+            {index: stage.module for index, stage in model.runtime_stages.items()},
+            device=device,
+        ),
+    )
+
+
+def build_optimizer(
+    config: TrainConfig, model: BuiltModel, guard: StepGuard, device: torch.device
+) -> ModelOptimizer:
+    """What updates the masters of `model`; guard: what decides whether a step is made."""
+    note = nothing_moves(
+        config.optimizer.offload.tier, offload_parameters=config.zero.offload_parameters, device=device
+    )
+    if note is not None and model.mesh.rank == 0:
+        logger.warning("%s", note)
+    kernel = model.kernels["optimizer"]
+    return ModelOptimizer(
+        model.stages.values(),
+        config.optimizer,
+        tensor=model.axes.tensor,
+        world=model.axes.world,
+        updater=updater_for(config, kernel),
+        guard=guard,
+        squares=ApexAdamW.squares if kernel.kernel == "apex" else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """What a rank trains on, and what is held out; validation: None where nothing is."""
+
+    train: StepData
+    validation: BatchLoader | None = None
+    num_validation_batches: int = 0
+
+
+def batches_of(workload: Workload, mesh: Mesh, data: PreparedData) -> Batches:
+    """This rank's part of the prepared `data`."""
+    config = workload.config
+    train = _training_data(workload, mesh, TokenDataset(data.train))
+    if data.validation is None:
+        return Batches(train=train)
+    # Whole batches of the full size, however small the training batch still is.
+    whole = replace(config.batch_plan, ramp=BatchRampConfig())
+    validation = _loader(config, mesh, TokenDataset(data.validation), whole)
+    count = min(config.data.validation_batches, validation.num_samples // config.global_batch_size)
+    return Batches(train=train, validation=validation, num_validation_batches=count)
 
 
 def _axes_of(mesh: Mesh) -> Axes:
     meter = ByteMeter()
+
+    def replicas(groups: Sequence[dist.ProcessGroup | None], name: str) -> ReplicaAxes:
+        whole, shard, across = (Axis(group=group, name=name, meter=meter) for group in groups)
+        return ReplicaAxes(whole=whole, shard=shard, across=across)
+
     return Axes(
         tensor=Axis(group=mesh.tensor, name="tensor", meter=meter),
-        replica=Axis(group=mesh.replica, name="data", meter=meter),
+        replicas=replicas((mesh.replica, mesh.shard, mesh.shard_replica), "data"),
         expert=Axis(group=mesh.expert, name="expert", meter=meter),
-        expert_replica=Axis(group=mesh.expert_replica, name="expert_data", meter=meter),
+        expert_replicas=replicas(
+            (mesh.expert_replica, mesh.expert_shard, mesh.expert_shard_replica), "expert_data"
+        ),
         embedding=Axis(group=mesh.embedding, name="pipeline", meter=meter),
         world=Axis(group=mesh.world, name="world", meter=meter),
         meter=meter,
@@ -206,21 +291,19 @@ def _choose_kernels(
 def _sharded(
     module: TransformerStage, config: TrainConfig, axes: Axes, *, is_tied: bool, device: torch.device
 ) -> ShardedStage:
-    return ShardedStage(
-        module,
-        config.zero,
-        replica=axes.replica,
+    context = ZeroContext(
+        config=config.zero,
+        replica=axes.replicas,
         tensor=axes.tensor,
-        expert_replica=axes.expert_replica,
+        expert_replica=axes.expert_replicas,
         expert=axes.expert,
         dtype=COMPUTE_DTYPES[config.precision.compute],
         device=device,
-        seed=config.seed,
-        is_tied=is_tied,
         compression=config.compression,
         host_masters=config.optimizer.offload.tier == "host" and device.type != "cpu",
         reduce_dtype=COMPUTE_DTYPES[config.precision.reduce],
     )
+    return ShardedStage(module, context, blocks=module.blocks(), seed=config.seed, is_tied=is_tied)
 
 
 def balancer(config: TrainConfig) -> Balancer | None:
@@ -233,58 +316,6 @@ def balancer(config: TrainConfig) -> Balancer | None:
         num_groups=config.model.moe.num_groups,
         ep_size=config.parallel.expert_parallel_size,
     )
-
-
-def updater_for(config: TrainConfig, kernel: KernelChoice) -> Updater:
-    """Who performs the update, and where the moments are; kernel: of torch's AdamW or apex's."""
-    offload = config.optimizer.offload
-    inner = _updater_in_memory(config, kernel)
-    if offload.tier == "host":
-        return HostStates(inner)
-    if offload.tier == "disk":
-        folder = Path(offload.folder or config.launcher.runs_dir)
-        return DiskStates(inner, folder, offload.resident_bytes)
-    return inner
-
-
-def _updater_in_memory(config: TrainConfig, kernel: KernelChoice) -> Updater:
-    if config.precision.optimizer_states == "bf16":
-        return StochasticBf16AdamW(config.optimizer, config.seed)
-    if config.optimizer.kernel == "cpu_adam":
-        from counterflow.framework.deepspeed.cpu_adam import CpuAdam
-
-        return CpuAdam(config.optimizer)
-    if kernel.kernel == "apex":
-        return ApexAdamW(config.optimizer)
-    return TorchAdamW(config.optimizer)
-
-
-def kernel_choices(config: TrainConfig, device: torch.device) -> dict[KernelUse, KernelChoice]:
-    """What computes updates and norms.
-
-    Raises ValueError: where apex is asked for and cannot be used.
-    """
-    num_gpus = int(device.type == "cuda")
-    optimizer = config.optimizer
-    # On the host there is no GPU.
-    updating_gpus = 0 if optimizer.offload.tier == "host" else num_gpus
-    kernel = "torch" if optimizer.kernel == "cpu_adam" else optimizer.kernel
-    return {
-        "optimizer": choose_kernel("optimizer", kernel, updating_gpus),
-        "norm": choose_kernel("norm", config.precision.norm_kernel, num_gpus),
-    }
-
-
-def named_kernels(
-    choices: dict[KernelUse, KernelChoice], optimizer: ModelOptimizer, *, is_first: bool
-) -> dict[str, str]:
-    """For the record; the first rank says in the log why apex is not used where it was looked for."""
-    names = {"optimizer": optimizer.updater.name, "norm": f"{choices['norm'].kernel} norms"}
-    if is_first:
-        for use, choice in choices.items():
-            level = logging.WARNING if choice.is_surprising else logging.INFO
-            logger.log(level, "%s: %s (%s)", use, names[use], choice.reason)
-    return names
 
 
 def step_undo(stages: Iterable[ShardedStage], modules: Iterable[nn.Module]) -> StepUndo:
@@ -343,7 +374,3 @@ def _loader(config: TrainConfig, mesh: Mesh, dataset: TokenDataset, plan: BatchP
         data_parallel_rank=mesh.coordinate.data,
         data_parallel_size=mesh.config.data_parallel_size,
     )
-
-
-def _num_validation_batches(config: TrainConfig, loader: BatchLoader) -> int:
-    return min(config.data.validation_batches, loader.num_samples // config.global_batch_size)

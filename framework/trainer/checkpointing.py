@@ -1,19 +1,22 @@
-"""Checkpoints of a run: which tensors, under which names, and when."""
+"""Checkpoints of a run: which tensors, under which names, and when.
+
+The storage is imported where it is used: with torch.distributed.checkpoint comes DTensor, and with that sympy, which
+cost a rank that saves nothing more than torch itself does.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from counterflow.framework.checkpoint.manifest import prune, step_folder, step_of
+from counterflow.framework.checkpoint.manifest import CheckpointError, prune, step_folder, step_of
 from counterflow.framework.checkpoint.rng import rng_state, set_rng_state
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
-from counterflow.framework.checkpoint.storage import load, read_rank_state, save
 from counterflow.framework.config.mapping import to_mapping
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
@@ -81,6 +84,8 @@ def compression_layout(assembly: Assembly) -> dict[str, Any]:
         "compression.rank": compression.rank,
         "compression.weights": compression.weights != "none",
         "zero.stage": config.zero.stage,
+        "zero.units": config.zero.units,
+        "zero.shard_size": config.zero.shard_size,
         "schedule.name": config.schedule.name,
         "schedule placement": [list(stages) for stages in assembly.schedule.placement],
         "data.seq_length": config.data.seq_length,
@@ -101,6 +106,8 @@ def patient(assembly: Assembly, doing: str) -> Iterator[None]:
     try:
         set_timeout(group, config.checkpoint.timeout_s)
         yield
+    except (CheckpointError, ValueError):
+        raise  # they say what they are about, and nobody waited
     except Exception as error:
         error.add_note(
             f"{doing}; ranks waited for each other by checkpoint.timeout_s={config.checkpoint.timeout_s:g}"
@@ -130,6 +137,8 @@ def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:
         "config_hash": run.config_hash,
         "data_hash": run.data.content_hash,
     }
+    from counterflow.framework.checkpoint.storage import save
+
     shards = list(state_shards(assembly, every_copy=False))
     if assembly.config.compression.method != "none":
         metadata["compression"] = compression_layout(assembly)
@@ -172,6 +181,12 @@ def goes_on_compressed(assembly: Assembly, saved: Mapping[str, Any]) -> bool:
 
 
 def resume(assembly: Assembly, run: RunContext) -> int:
+    """`_resume`, with the checkpoint held meanwhile: the run that it is of may live and prune."""
+    with ExitStack() as holding:
+        return _resume(assembly, run, holding)
+
+
+def _resume(assembly: Assembly, run: RunContext, holding: ExitStack) -> int:
     """Load the checkpoint to go on from, which rank 0 chooses; the first step to do.
 
     Raises ValueError: where there is none, it was trained with another model, other data or another global batch, or
@@ -180,10 +195,12 @@ def resume(assembly: Assembly, run: RunContext) -> int:
     source = assembly.config.checkpoint.resume
     if source is None:
         return 0
+    from counterflow.framework.checkpoint.storage import load, read_rank_state
+
     config, world = assembly.config, assembly.mesh.world
     with patient(assembly, f"while the checkpoints of {source} were read"):
         folder, manifest = agreed_checkpoint(
-            source, world, verify_checksums=config.checkpoint.verify_checksums
+            source, world, verify_checksums=config.checkpoint.verify_checksums, holding=holding
         )
     saved = manifest.metadata
     problems = resume_problems(config, folder, saved, run.data.content_hash)

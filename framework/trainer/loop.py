@@ -128,7 +128,8 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
     if deterministic:
-        torch.use_deterministic_algorithms(True)
+        # As `use_deterministic_algorithms` does, which tells inductor too, and for that imports all of torch.compile.
+        torch.set_deterministic_debug_mode("error")
         # It is for finding reads of uninitialised memory, and costs a fill of every new tensor.
         deterministic_kernels.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -162,15 +163,8 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
         for record in train(assembly, first_step):
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
         return None
-    if config.never_compresses:
-        logger.warning(
-            "compression.method=%s: no gradient is compressed, for compression.warmup_steps=%d are all of "
-            "training.num_steps=%d; lower the first or train longer",
-            config.compression.method,
-            config.compression.warmup_steps,
-            config.training.num_steps,
-        )
-    sinks = open_sinks(config.logger, run.run_dir, run.config_values or to_mapping(config), first_step)
+    values = run.config_values or to_mapping(config)
+    sinks = open_sinks(config.logger, run.run_dir, values, first_step, hidden=run.hidden)
     if run.show_progress:
         sinks.append(
             GuardedSink(

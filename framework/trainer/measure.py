@@ -20,7 +20,7 @@ from counterflow.framework.metrics.timeline import Timeline, build_timeline
 from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import COMPUTE_DTYPES
-from counterflow.parallel.collectives import all_gather_into
+from counterflow.parallel.collectives import Axis, all_gather_into, named
 from counterflow.parallel.mesh import ranks_along
 from counterflow.parallel.offload.offloader import OffloadReport
 from counterflow.parallel.pipeline.ir.trace import (
@@ -44,6 +44,7 @@ class RankStep(NamedTuple):
     forward_s to other_s: the account of the step, the categories of counterflow.parallel.pipeline.ir.trace in their
     order. split_backward_s, whole_backward_s: see `Inflation`; zero where not defined.
     start_s, clock_id: when the step began, and on which clock.
+    gather_bytes: sent to gather parameters.
     reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
     offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.
     is_asked_to_stop: 1 where this rank has got SIGTERM.
@@ -60,6 +61,7 @@ class RankStep(NamedTuple):
     weight_gradient_s: float
     receive_wait_s: float
     send_wait_s: float
+    gather_wait_s: float
     collective_wait_s: float
     expert_wait_s: float
     offload_wait_s: float
@@ -79,6 +81,7 @@ class RankStep(NamedTuple):
     world_bytes: float
     expert_bytes: float
     expert_data_bytes: float
+    gather_bytes: float
     reduction_bytes: float
     reduction_fp32_bytes: float
     reduction_squares: float
@@ -187,9 +190,11 @@ def gather_ranks(assembly: Assembly, loss: float, mtp_loss: float, trace: Trace)
 
 
 def _reductions(assembly: Assembly) -> dict[str, float]:
-    """What the reductions of this rank's units report, added up."""
-    reports = [unit.report for stage in assembly.stages.values() for unit in stage.units]
+    """What the gathers and reductions of this rank's units report, added up."""
+    units = [unit for stage in assembly.stages.values() for unit in stage.units]
+    reports = [unit.report for unit in units]
     return {
+        "gather_bytes": sum(unit.gathered_bytes for unit in units),
         "reduction_bytes": sum(each.sent_bytes for each in reports if each),
         "reduction_fp32_bytes": sum(each.fp32_bytes for each in reports if each),
         "reduction_squares": sum(float(each.squares) for each in reports if each),
@@ -325,7 +330,8 @@ def gather_timeline(assembly: Assembly, outcome: StepOutcome) -> Timeline | None
     if mesh.rank == 0:
         traces = [outcome.trace] * mesh.config.pipeline_parallel_size
     if mesh.pipeline is not None:
-        dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
+        with named("gather of objects", Axis(group=mesh.pipeline, name="pipeline")):
+            dist.gather_object(outcome.trace, traces, group=mesh.pipeline, group_dst=0)
     if traces is None:
         return None
     global_ranks = ranks_along(mesh.config, mesh.coordinate, "pipeline")

@@ -17,6 +17,7 @@ from counterflow.framework.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     has_checkpoint_name,
+    held,
     leftovers,
     newest,
     read_manifest,
@@ -26,7 +27,6 @@ from counterflow.framework.checkpoint.manifest import (
     step_of,
     whole_problem,
 )
-from counterflow.framework.checkpoint.storage import damage
 from counterflow.framework.trainer.run_lock import Holder, LockedError, RunLock, holder_of
 
 logger = logging.getLogger(__name__)
@@ -84,21 +84,29 @@ def checkpoint_to_resume(source: str) -> Path:
 
 
 def agreed_checkpoint(
-    value: str, group: dist.ProcessGroup | None, *, verify_checksums: bool
+    value: str,
+    group: dist.ProcessGroup | None,
+    *,
+    verify_checksums: bool,
+    holding: contextlib.ExitStack | None = None,
 ) -> tuple[Path, Manifest]:
     """The checkpoint that rank 0 chooses, read and found sound and the same by every rank of `group`.
 
+    holding: what keeps the run that writes there from pruning it, on rank 0, until it is closed.
     One that is damaged is passed over for the next older one, and rank 0's log says why; not where it was named.
 
     Raises, on every rank alike, ValueError: where there is none, or the run that is named still writes.
     CheckpointError: where the one that was named is damaged, or ranks see different ones.
     """
+    from counterflow.framework.checkpoint.storage import damage
+
     rank, _ = place_in(group)
     passed: list[str] = []
     before: int | None = None
     while True:
         source = on_all(lambda: Source.of(value), group)[rank]
-        step, damaged = from_rank_0(functools.partial(_choose, source, before, passed), group)
+        choose = functools.partial(_choose_and_hold, source, before, passed, holding)
+        step, damaged = from_rank_0(choose, group)
         passed = [*passed, *damaged]
         folder = source.folder(step)
         manifest, problem = _read_alike(folder, group)
@@ -155,6 +163,15 @@ def _choose(source: Source, before: int | None, passed: Sequence[str] = ()) -> t
             "one, or leave checkpoint.resume out to start anew"
         )
     return step_of(folder), damaged
+
+
+def _choose_and_hold(
+    source: Source, before: int | None, passed: Sequence[str], holding: contextlib.ExitStack | None
+) -> tuple[int, list[str]]:
+    step, damaged = _choose(source, before, passed)
+    if holding is not None:
+        holding.enter_context(held(source.folder(step)))
+    return step, damaged
 
 
 def _writer(source: Source) -> Holder | None:

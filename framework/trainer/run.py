@@ -21,6 +21,7 @@ class RunContext:
     show_progress: whether rank 0 may draw on the terminal. Human output goes to stderr where `json_output` is
     set, for then stdout carries one JSON object; the launcher redirects it, so `print` is safe either way.
     config_values: the config as it may be written down, nested plain values without secrets.
+    hidden: what to write for values of the config that must not be written down (framework/redaction.py).
     """
 
     run_dir: Path
@@ -30,3 +31,4 @@ class RunContext:
     show_progress: bool = True
     json_output: bool = False
     config_values: Mapping[str, Any] = field(default_factory=dict)
+    hidden: Mapping[str, str] = field(default_factory=dict, repr=False)

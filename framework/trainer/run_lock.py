@@ -47,10 +47,15 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """This process."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Holder:
+        """A process of this machine."""
         return cls(
             host=socket.gethostname(),
-            pid=os.getpid(),
-            process_started=_process_started(os.getpid()),
+            pid=pid,
+            process_started=_process_started(pid),
             boot=_boot(),
             pid_namespace=_pid_namespace(),
         )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.framework.config.tree import TrainConfig
@@ -18,7 +17,8 @@ from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.measure import StepOutcome, UnfinishedStep, gather_ranks
 from counterflow.models.transformer import TransformerStage
-from counterflow.parallel.collectives import all_reduce
+from counterflow.parallel.collectives import all_reduce, barrier
+from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 from counterflow.parallel.zero.stage import add_tied_gradients
@@ -39,6 +39,10 @@ class TokenLoss:
         self.mtp_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
 
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        with memory_of("loss"):
+            return self._of(output, targets)
+
+    def _of(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, hidden = output if isinstance(output, tuple) else (output, None)
         loss = self._loss(logits, targets)
         if hidden is None or not torch.is_grad_enabled():
@@ -46,7 +50,7 @@ class TokenLoss:
         config, runtime = self._assembly.config.model.mtp, self._assembly.runtime
         stage = runtime.stages[runtime.schedule.num_stages - 1].module
         assert isinstance(stage, TransformerStage)
-        predictions = stage.further_predictions(hidden, targets)
+        predictions = stage.mtp_predictions(hidden, targets)
         further = torch.stack([self._loss(*each) for each in predictions]).mean()
         self.mtp_loss += further.detach()
         whole = loss + config.loss_weight * (further - further.detach())
@@ -176,7 +180,7 @@ def begin_step(
         batch = forward_backward(assembly, step, recorder, validate)
     else:
         # The ranks start together: what one logs or draws between steps is part of the step, not of its bubble.
-        dist.barrier(group=assembly.mesh.world)
+        barrier(assembly.axes.world)
         batch = forward_backward(assembly, step, recorder)
     rate = learning_rate_of(config, step, config.training.num_steps, assembly.guard.skipped_batches)
     verdict: StepVerdict | None = None

@@ -31,30 +31,29 @@ _HELP = Help(
 )
 
 
+def check(config: TrainConfig) -> None:
+    """Raises ConfigError: for what cannot run, and for what holds an unknown number of bytes."""
+    from counterflow.framework.checks import rules
+
+    rules.check(config, "memory")
+
+
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     """The bytes that stay between steps, rank by rank, and the activations that were live at once.
 
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
     from counterflow.framework.checks.memory import run_memory_rank, to_mapping
-    from counterflow.framework.checks.rules import check
     from counterflow.framework.devices import check_devices
-    from counterflow.framework.errors import ConfigError
     from counterflow.launch.runs import layout_text, prepare_run, start_ranks, without_records
 
     config = without_records(config)
     check(config)
-    if config.zero.engine != "native":
-        raise ConfigError(
-            [
-                f"zero.engine={config.zero.engine}: what it holds is not known here; set zero.engine=native, or look "
-                "at peak_memory_bytes in the records of a run"
-            ]
-        )
     check_devices(config, config.parallel.world_size)
     context = prepare_run(config, options, time.time(), kind="memory")
     say(f"one step of {layout_text(config)} on {config.parallel.world_size} ranks")
-    rows = to_mapping(start_ranks(config, context.run_dir, run_memory_rank, config, context))
+    of_ranks = start_ranks(config, context.run_dir, run_memory_rank, config, context, hidden=context.hidden)
+    rows = to_mapping(of_ranks)
     return {
         "layout": layout_text(config),
         "run_dir": str(context.run_dir),
@@ -103,10 +102,12 @@ def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
     from counterflow.framework.planning.workload import Workload
     from counterflow.models.cost import hardware_flops_per_token
 
-    vocab_size = config.model.vocab_size or data_vocab_size
-    plan = Workload(config, vocab_size=vocab_size).recompute_plan
+    workload = Workload.of(config, data_vocab_size=data_vocab_size)
+    plan = workload.recompute_plan
     model, hardware = (
-        hardware_flops_per_token(config.model, each, seq_length=config.data.seq_length, vocab_size=vocab_size)
+        hardware_flops_per_token(
+            config.model, each, seq_length=config.data.seq_length, vocab_size=workload.vocab_size
+        )
         for each in ({}, plan)
     )
     return {
@@ -122,5 +123,6 @@ COMMAND = Command(
     help=_HELP,
     run=run,
     print_result=print_result,
+    check=check,
     columns=("persistent_max", "persistent_mean", "activations_max"),
 )

@@ -31,6 +31,13 @@ _HELP = Help(
 )
 
 
+def check(config: TrainConfig) -> None:
+    """Raises ConfigError: for what cannot run, and for what five steps beside one process cannot judge."""
+    from counterflow.framework.checks import rules
+
+    rules.check(config, "parity")
+
+
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     """Train both and return the largest relative differences: loss_rel, grad_rel, param_rel, and whether they hold.
 
@@ -47,15 +54,11 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
         run_reference_rank,
         to_mapping,
     )
-    from counterflow.framework.checks.rules import check
     from counterflow.framework.devices import check_devices
-    from counterflow.framework.errors import ConfigError
     from counterflow.launch.runs import layout_text, prepare_run, short_path, start_ranks, without_records
 
     config = without_records(config)
     check(config)
-    if problems := _refused(config):
-        raise ConfigError(problems)
     check_devices(config, config.parallel.world_size)
     reference = reference_config(config)
     context = prepare_run(config, options, time.time(), kind="parity")
@@ -63,58 +66,14 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=".parity-", dir=context.run_dir) as name:
         folder = step_folder(Path(name), NUM_STEPS)
         say(f"training on {config.parallel.world_size} ranks")
-        trail, *_ = start_ranks(config, context.run_dir, run_layout_rank, config, context, folder)
+        of_layout = (config, context, folder)
+        trail, *_ = start_ranks(config, context.run_dir, run_layout_rank, *of_layout, hidden=context.hidden)
         say(f"training on one rank, {reference.schedule.num_microbatches} micro-batches a step")
         of_one = (config, context, folder, trail)
-        (parity,) = start_ranks(config, context.run_dir, run_reference_rank, *of_one, num_ranks=1)
+        (parity,) = start_ranks(
+            config, context.run_dir, run_reference_rank, *of_one, hidden=context.hidden, num_ranks=1
+        )
     return {"layout": layout_text(config), "run_dir": str(context.run_dir), **to_mapping(parity)}
-
-
-def _refused(config: TrainConfig) -> list[str]:
-    """What parity, five plain steps of a layout beside one process, cannot judge."""
-    from counterflow.framework.checks.parity import NUM_STEPS
-
-    problems: list[str] = []
-    if config.zero.engine != "native":
-        problems.append(
-            f"zero.engine={config.zero.engine}: its gradients are its own business; `counterflow bench deepspeed` "
-            "compares its losses and norms with ours"
-        )
-    compression, comm, precision = config.compression, config.comm, config.precision
-    experts = comm.expert_payload if config.parallel.expert_parallel_size > 1 else "compute"
-    rounded = (
-        (
-            "compression.method",
-            compression.method,
-            "none",
-            "compressed gradients are not those of one process",
-        ),
-        ("compression.weights", compression.weights, "none", "rounded weights are not those of one process"),
-        ("comm.pipeline_payload", comm.pipeline_payload, "compute", "activations are rounded on their way"),
-        ("precision.reduce", precision.reduce, "fp32", "what is rounded differs from one process"),
-        (
-            "precision.optimizer_states",
-            precision.optimizer_states,
-            "fp32",
-            "what is rounded differs from one process",
-        ),
-        ("precision.linear", precision.linear, "compute", "what is rounded differs from one process"),
-        ("comm.expert_payload", experts, "compute", "hidden states are rounded on their way"),
-    )
-    for key, value, exact, reason in rounded:
-        if value != exact:
-            problems.append(f"{key}={value}: {reason}, and parity is to 1e-5; set {key}={exact}")
-    if precision.compute == "fp16":
-        problems.append(
-            "precision.compute=fp16: a step whose gradients overflow is skipped, and parity compares every step; set "
-            "precision=fp32 or precision=bf16"
-        )
-    if config.balance.interval_steps >= NUM_STEPS:
-        problems.append(
-            f"balance.interval_steps={config.balance.interval_steps}: no expert moves in the {NUM_STEPS} steps that "
-            f"parity compares; set balance.interval_steps to less than {NUM_STEPS}, or to 0"
-        )
-    return problems
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -155,5 +114,6 @@ COMMAND = Command(
     help=_HELP,
     run=run,
     print_result=print_result,
+    check=check,
     columns=("loss_rel", "grad_rel", "param_rel", "holds"),
 )

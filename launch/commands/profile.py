@@ -47,7 +47,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
     from counterflow.framework.checks.profile import run_profile_rank
     from counterflow.framework.checks.rules import build_schedule, check
     from counterflow.framework.devices import check_devices
-    from counterflow.launch.runs import short_path, start_ranks, without_records
+    from counterflow.launch.runs import hidden_in, short_path, start_ranks, without_records
     from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, save_profile
 
     config = without_records(config)
@@ -67,6 +67,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
             Path(folder),
             run_profile_rank,
             *(config, num_stages, vocab_size),
+            hidden=hidden_in(config, options),
             num_ranks=_num_ranks(config),
         )
     assert isinstance(profile, CostProfile)

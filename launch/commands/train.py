@@ -51,8 +51,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     Raises ConfigError: for a mistake in the config, before any rank starts.
     Raises RunFailedError, RunInterruptedError: see `counterflow.launch.ranks.elastic.run_local`.
     """
-    from counterflow.framework.checks.rules import check
-    from counterflow.framework.config.no_effect import without_effect
+    from counterflow.framework.checks.rules import check, warnings_of
     from counterflow.launch.joining import join
     from counterflow.launch.preflight import check_environment, refuse_restart
     from counterflow.launch.printing import say
@@ -64,7 +63,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     refuse_restart(config, options.out, joined)
     check(config)
     if joined is None or joined.rank == 0:
-        for sentence in without_effect(config):
+        for sentence in warnings_of(config):
             say(f"warning: {sentence}")
     check_environment(config, joined)
     with ExitStack() as held:
@@ -78,15 +77,27 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
         # What the ranks need is imported once, before they are forked.
         from counterflow.framework.trainer.loop import run_rank
 
+        _import_what_ends_a_run(config)
         results = run_local(
             run_rank,
             (config, context),
             num_ranks=num_ranks,
             run_dir=context.run_dir,
+            hidden=context.hidden,
             threads_per_rank=config.launcher.threads_per_rank,
             grace_s=config.launcher.grace_s,
         )
         return summary(results[0], context)
+
+
+def _import_what_ends_a_run(config: TrainConfig) -> None:
+    """What ranks import only where they save or draw; the time to end in order is too short for it."""
+    from importlib import import_module
+
+    if config.checkpoint.enabled or config.checkpoint.resume is not None:
+        import_module("counterflow.framework.checkpoint.storage")
+    if config.logger.name != "none":
+        import_module("matplotlib.backends.backend_agg")
 
 
 COMMAND = Command(

@@ -22,6 +22,7 @@ from counterflow.framework.config.mapping import to_mapping
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.devices import device_kind
 from counterflow.framework.errors import ConfigError, RunFailedError
+from counterflow.framework.redaction import redacted, without_secrets
 from counterflow.launch.ranks.environment import JoinedRank
 
 # Of a config, what may differ between nodes: places on their disks, and how a process uses its cores. That the text
@@ -46,8 +47,12 @@ class RanksDifferError(ConfigError):
     """Ranks were started differently, or not all of them; told by rank 0."""
 
 
-def facts_of(config: TrainConfig) -> dict[str, Any]:
-    """What this rank computes with, by name; JSON's values."""
+def facts_of(config: TrainConfig, hidden: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What this rank computes with, by name; JSON's values.
+
+    Who reaches the store reads them: of a value that must not be written down (`hidden`, and what looks like a
+    secret) they have a hash alone.
+    """
     import numpy as np
     import torch
 
@@ -67,7 +72,19 @@ def facts_of(config: TrainConfig) -> dict[str, Any]:
         # A file of the same name may say something else on another node.
         schedule = build_schedule(config.schedule, config.parallel)
         facts["actions of the schedule"] = _digest(repr((schedule.placement, schedule.actions)).encode())
-    return {**_flat(to_mapping(config)), **facts}
+    values = _flat(to_mapping(config))
+    shown = without_secrets(values)
+    return {**{name: _shown(value, shown[name], hidden or {}) for name, value in values.items()}, **facts}
+
+
+def _shown(value: Any, shown: Any, hidden: Mapping[str, str]) -> Any:
+    if isinstance(shown, str):
+        shown = hidden.get(str(value), redacted(shown, hidden))
+    elif isinstance(shown, (list, tuple)):
+        return [_shown(each, text, hidden) for each, text in zip(value, shown, strict=True)]
+    if shown == value:
+        return value
+    return f"{shown} (sha256 {_digest(str(value).encode())})"
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
@@ -119,21 +136,21 @@ def open_store(joined: JoinedRank, timeout_s: float) -> Any:
             multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
-        where = f"MASTER_ADDR={joined.master_addr} and MASTER_PORT={joined.master_port}"
         what = "no port can be opened there; is another job using it, or another RANK=0 running?"
         if not is_master:
             what = f"not reached within {timeout_s:.0f} s; do they name the host of rank 0, and is rank 0 running?"
         first_line = (str(error).splitlines() or [""])[0]
         raise RunFailedError(
-            f"rank {joined.rank}: {where}: {what} ({first_line})", rank=joined.rank
+            f"rank {joined.rank}: {joined.meeting}: {what} ({first_line})", rank=joined.rank
         ) from error
 
 
 class Council:
-    """The ranks that compare. store: torch's, which all of them reach."""
+    """The ranks that compare. store: torch's, which all of them reach; where: its address, for messages."""
 
-    def __init__(self, store: Any, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, *, rank: int, world_size: int, where: str = "") -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
+        self._where = f" at {where}" if where else ""
 
     def arrive(self, facts: Facts) -> None:
         """Say "configs", once for each rank.
@@ -144,7 +161,8 @@ class Council:
             raise RanksDifferError(
                 [
                     f"RANK={self._rank}: another process of this job has been this rank; start each RANK from 0 to "
-                    f"{self._world_size - 1} once, and go on from a run that was restarted by checkpoint.resume"
+                    f"{self._world_size - 1} once, and go on from a run that was restarted (torchrun does that where "
+                    "a node leaves or joins) by checkpoint.resume"
                 ]
             )
         self.say("configs", facts)
@@ -168,8 +186,9 @@ class Council:
                 raise RanksDifferError(
                     [
                         f"{_ranks_text(absent)} did not come to compare the {subject} within "
-                        f"{timeout.total_seconds():.0f} s of WORLD_SIZE={self._world_size} ranks; see what they "
-                        "print, start every RANK once, or raise comm.timeout_s"
+                        f"{timeout.total_seconds():.0f} s of WORLD_SIZE={self._world_size} ranks, of which rank "
+                        f"{self._rank} waits{self._where}; see what they print and that all name this address, start "
+                        "every RANK once, or raise comm.timeout_s"
                     ]
                 ) from error
         return [json.loads(self._store.get(key)) for key in keys]
@@ -198,7 +217,7 @@ class Council:
         try:
             self._store.wait([f"{_ANSWER}/{subject}"], timeout)
         except RuntimeError as error:
-            message = f"rank {self._rank}: rank 0 has ended or has not answered; what it printed says why"
+            message = f"rank {self._rank}: rank 0 has ended or has not answered{self._where}; what it printed says why"
             raise RunFailedError(message, rank=self._rank) from error
         told: Mapping[str, Any] = json.loads(self._store.get(f"{_ANSWER}/{subject}"))
         if "error" not in told:

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -57,6 +57,7 @@ class _RankPlan:
     launcher_pid: int
     num_ranks: int
     num_threads: int
+    hidden: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -75,11 +76,13 @@ def run_local(
     run_dir: Path,
     threads_per_rank: int | None = None,
     grace_s: float = 5.0,
+    hidden: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """`entry(*args)` on `num_ranks` local processes; what each returned, by rank (must pickle).
 
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and ignores SIGINT: the launcher
     decides. SIGTERM ends it, unless it installs a handler; then it has `grace_s` before SIGKILL.
+    hidden: what stands in messages and tracebacks in place of a value (framework/redaction.py, `hidden_values`).
 
     Every port that the launcher and its ranks listen on is of the loopback address (launch/ranks/loopback.py).
 
@@ -122,6 +125,7 @@ def run_local(
         launcher_pid=os.getpid(),
         num_ranks=num_ranks,
         num_threads=threads_per_rank or max(1, _num_cores() // num_ranks),
+        hidden=hidden or {},
     )
     stop = _Stop()
     watcher = _Watcher(control_dir, num_ranks, grace_s, stop, reports)
@@ -173,7 +177,7 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
     try:
         result = entry(*args)
     except BaseException as error:
-        record = describe(rank, error)
+        record = describe(rank, error, plan.hidden)
         report.failed(record)  # before any disk is written to: it may be full, and that the cause
         if isinstance(error, StoppedError):
             os._exit(128 + signal.SIGTERM)  # asked to; it left everything in order

@@ -46,6 +46,11 @@ class JoinedRank:
         return self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
 
     @property
+    def meeting(self) -> str:
+        """Where the ranks meet, as this one was told."""
+        return f"MASTER_ADDR={self.master_addr} and MASTER_PORT={self.master_port}"
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment that torch's `env://` reads."""
         return {

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from counterflow.framework.checkpoint.manifest import CheckpointError
 from counterflow.framework.errors import StoppedError
 from counterflow.framework.redaction import redacted
 
@@ -29,9 +30,17 @@ _PEER_LOSS = re.compile(
 _WAITED = re.compile(
     r"timed? ?out waiting|wait timeout|socket timeout|watchdog caught collective", re.IGNORECASE
 )
-# A path on the machine that built torch, and a greeting.
 _MAX_TOLD = 4
+STOPPED = ("T", "t")
+# What a state of proc(5) tells of a rank that others wait for; running and sleeping tell nothing.
+_STATES = {
+    "T": "stopped by a signal such as SIGSTOP",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or a device",
+    "Z": "ended, but not waited for",
+}
 _SAME_MOMENT_S = 0.3
+# A path on the machine that built torch, and a greeting.
 _GLOO_DECORATION = re.compile(r"\[/\S+\.cc:\d+\] ?| This is typically caused by.*GLHF!\S* ?\S*", re.DOTALL)
 
 
@@ -82,12 +91,15 @@ class Silence:
     """A rank that told nothing while others waited.
 
     where: what its main thread was in, None where that is not known; waits: for other ranks itself. stack: all of it.
+    pid, state: of its process when it was looked at, the state a letter of proc(5); None: not known.
     """
 
     rank: int
     where: str | None
     waits: bool
     stack: str
+    pid: int | None = None
+    state: str | None = None
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -104,8 +116,8 @@ def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
     return False
 
 
-def describe(rank: int, error: BaseException) -> RankError:
-    """The record of `error`, from inside its `except` block."""
+def describe(rank: int, error: BaseException, hidden: Mapping[str, str] | None = None) -> RankError:
+    """The record of `error`, from inside its `except` block; hidden: what to write for values (`hidden_values`)."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     # What the code on the way up said of it: the action, the collective and its ranks.
@@ -115,10 +127,12 @@ def describe(rank: int, error: BaseException) -> RankError:
         rank=rank,
         time_s=time.time(),
         kind=type(error).__name__,
-        message=redacted("; ".join([_GLOO_DECORATION.sub("", str(error)).strip() or "(no message)", *notes])),
+        message=redacted(
+            "; ".join([_GLOO_DECORATION.sub("", str(error)).strip() or "(no message)", *notes]), hidden
+        ),
         where=where,
         secondary=secondary,
-        traceback=redacted("".join(traceback.format_exception(error))),
+        traceback=redacted("".join(traceback.format_exception(error)), hidden),
         waited=secondary and _says(error, _WAITED),
     )
 
@@ -219,17 +233,24 @@ def _of_hang(waited: Sequence[RankError], silent: Sequence[Silence], run_dir: Pa
 
 
 def _silence(silence: Silence) -> str:
+    state = _STATES.get(silence.state or "")
+    process = [f"process {silence.pid}"] if silence.pid is not None else []
+    known = ", ".join([*process, *([state] if state else [])])
+    who = f"rank {silence.rank} ({known})" if known else f"rank {silence.rank}"
     if silence.where is None:
-        return f"rank {silence.rank} did not come to where others waited for it and told nothing"
+        return f"{who} did not come to where others waited for it and told nothing"
     if silence.waits:
-        return f"rank {silence.rank} waited too, in {silence.where}"
-    return f"rank {silence.rank} did not come to where others waited for it: it was in {silence.where}"
+        return f"{who} waited too, in {silence.where}"
+    return f"{who} did not come to where others waited for it: it was in {silence.where}"
 
 
 def _of_error(errors: Sequence[RankError], run_dir: Path) -> Cause:
     first = errors[0]
     if first.kind == StoppedError.__name__:
         return Cause(rank=first.rank, message=first.message, details=None)
+    if first.kind == CheckpointError.__name__:
+        # All ranks agreed on it, and it names the folder, the cause and the ranks that it is from.
+        return Cause(rank=first.rank, message=first.message, details=first.traceback)
     same = sorted(error.rank for error in errors[1:] if error.kind == first.kind)
     others = ""
     if same:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from counterflow.launch.ranks.failure import (
+    STOPPED,
     Cause,
     RankError,
     RankExit,
@@ -80,7 +81,7 @@ class Reports:
     def __init__(self, num_ranks: int) -> None:
         self._fds: list[int] = []
         self._paths: list[str] = []
-        self._asked: set[int] = set()
+        self._asked: dict[int, tuple[int, str | None]] = {}
         self.of_rank = [
             Report(rank=rank, messages=self._open("messages"), stacks=self._open("stacks"))
             for rank in range(num_ranks)
@@ -100,14 +101,26 @@ class Reports:
         return sorted(found, key=lambda error: error.time_s)
 
     def ask_for_stacks(self, pids: Iterable[tuple[int, int]]) -> None:
-        """Have every rank of `pids` (rank, pid) that has told no error write its stack, once."""
-        told = {error.rank for error in self.errors()} | self._asked
+        """Have every rank of `pids` (rank, pid) that has told no error write its stack, once.
+
+        A rank that is stopped cannot, so it is let go on: the run is over in any case.
+        """
+        told = {error.rank for error in self.errors()}
         for rank, pid in pids:
+            if rank in told or rank in self._asked:
+                continue
+            state = process_state(pid)
+            self._asked[rank] = pid, state
             # The signal would kill a rank that is not ready for it.
-            if rank not in told and any("ready" in message for message in self._messages(rank)):
-                self._asked.add(rank)
+            if any("ready" in message for message in self._messages(rank)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
+                    if state in STOPPED:
+                        os.kill(pid, signal.SIGCONT)
+
+    def asked(self, rank: int) -> tuple[int | None, str | None]:
+        """Process and its state, as in /proc, of a rank that was asked for its stack."""
+        return self._asked.get(rank, (None, None))
 
     def stacks(self) -> dict[int, str]:
         """What the interpreter of each rank has written, where it has."""
@@ -136,6 +149,15 @@ class Reports:
         # What follows the last line end is not written whole yet.
         lines = _read(self.of_rank[rank].messages).split("\n")[:-1]
         return [json.loads(line) for line in lines]
+
+
+def process_state(pid: int) -> str | None:
+    """The letter of a process's state in /proc (proc(5)); None where that is not known."""
+    try:
+        # The name stands in parentheses and may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
 
 
 def _read(path: str) -> str:
@@ -179,7 +201,11 @@ def explain(reports: Reports, exits: Sequence[RankExit], run_dir: Path) -> Cause
     num_ranks = len(reports.of_rank)
     # A rank that was asked where it was may have told afterwards that a peer had gone: it was silent before.
     told = {error.rank for error in errors if error.waited or not error.secondary or error.rank not in stacks}
-    silent = [_silence(rank, stacks.get(rank, "")) for rank in range(num_ranks) if rank not in told]
+    silent = [
+        _silence(rank, stacks.get(rank, ""), *reports.asked(rank))
+        for rank in range(num_ranks)
+        if rank not in told
+    ]
     cause = root_cause(exits, errors, run_dir, silent=silent, faults=stacks)
     if cause is None:
         return None
@@ -196,8 +222,14 @@ def explain(reports: Reports, exits: Sequence[RankExit], run_dir: Path) -> Cause
     return cause
 
 
-def _silence(rank: int, stack: str) -> Silence:
+def _silence(rank: int, stack: str, pid: int | None, state: str | None) -> Silence:
     place = place_of(stack)
-    if place is None:
-        return Silence(rank=rank, where=None, waits=False, stack=stack)
-    return Silence(rank=rank, where=place.where, waits=place.waits, stack=stack)
+    return Silence(
+        rank=rank,
+        where=None if place is None else place.where,
+        # A rank that was stopped is what the others wait for, wherever it was.
+        waits=place is not None and place.waits and state not in STOPPED,
+        stack=stack,
+        pid=pid,
+        state=state,
+    )

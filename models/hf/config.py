@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 
 from counterflow.models.config import MLAConfig, ModelConfig, MoEConfig, MTPConfig
 from counterflow.models.hf.function import TRAINING, differences
-from counterflow.models.hf.keys import FAMILIES, read_keys
+from counterflow.models.hf.keys import FAMILIES, not_computed, read_keys
 from counterflow.models.hf.rope import rope_from_hf, rope_to_hf
 
 Family = Literal["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2"]
@@ -173,7 +173,8 @@ def _to_hf(config: ModelConfig, family: Family, vocab_size: int, max_positions: 
         }
     if moe.num_experts:
         found["router_aux_loss_coef"] = moe.load_balance_loss / _balance_ratio(moe, config.num_layers)
-        found["output_router_logits"] = moe.load_balance_loss > 0
+        # transformers cannot sum the losses of no layer.
+        found["output_router_logits"] = moe.load_balance_loss > 0 and moe.num_dense_layers < config.num_layers
     return found
 
 
@@ -208,8 +209,8 @@ def from_hf_config(values: Mapping[str, Any], *, name: str = "imported") -> Mode
     head_dim = keys["head_dim"]
     is_derived = head_dim is not None and head_dim * num_heads == keys["hidden_size"]
     if keys.get("attention_bias") and not keys["mlp_bias"]:
-        raise ValueError(
-            "attention_bias=True: only with mlp_bias=True is a bias on attention's output computed here"
+        raise not_computed(
+            "attention_bias=True", "with mlp_bias=True is a bias on attention's output", "attention_bias"
         )
     return ModelConfig(
         **common,
@@ -229,13 +230,14 @@ def _check_attention_is_full(keys: Mapping[str, Any], family: Family) -> None:
         # Qwen3's first layers see everything, or all of them where the file says so layer by layer.
         first = keys["max_window_layers"] if family == "qwen3" else 0
         if family != "qwen3" or (kinds is None and first < keys["num_hidden_layers"]):
-            raise ValueError(
-                f"sliding_window={keys['sliding_window']}: only sliding_window=None or use_sliding_window=False is "
-                "computed here"
+            raise not_computed(
+                f"sliding_window={keys['sliding_window']}",
+                "sliding_window=None or use_sliding_window=False is",
+                "sliding_window",
             )
     for kind in kinds or ():
         if kind != "full_attention":
-            raise ValueError(f"layer_types=[{kind}]: only full_attention is computed here")
+            raise not_computed(f"layer_types=[{kind}]", "full_attention is")
 
 
 def _mla_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -273,15 +275,16 @@ def _mla_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _mla_from_hf(keys: Mapping[str, Any], *, is_v3: bool) -> dict[str, Any]:
     num_heads, num_kv_heads = keys["num_attention_heads"], keys["num_key_value_heads"]
     if num_kv_heads not in (None, num_heads):
-        raise ValueError(
-            f"num_key_value_heads={num_kv_heads}: only as many as num_attention_heads={num_heads} are computed here"
+        raise not_computed(
+            f"num_key_value_heads={num_kv_heads}", f"as many as num_attention_heads={num_heads} are"
         )
     if keys["num_experts_per_tok"] is None:
-        raise ValueError("num_experts_per_tok=None: must be set; transformers has no default for it")
-    if keys.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
         raise ValueError(
-            f"topk_method={keys['topk_method']}: only greedy and group_limited_greedy are computed here"
+            "num_experts_per_tok=None: must be set, for transformers has no default; set it to what the model was "
+            "trained with"
         )
+    if keys.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
+        raise not_computed(f"topk_method={keys['topk_method']}", "greedy and group_limited_greedy are")
     is_grouped = is_v3 or keys["topk_method"] == "group_limited_greedy"
     num_modules = (keys["num_nextn_predict_layers"] or 0) if is_v3 else 0
     # More dense layers than layers: all are dense. A module's block is counted on, so there it is said as it is.
@@ -320,9 +323,14 @@ def _moe_from_hf(keys: Mapping[str, Any], family: Family) -> MoEConfig:
             num_experts=keys["num_local_experts"], num_experts_per_token=keys["num_experts_per_tok"]
         )
     else:
-        dense = sorted({layer for layer in keys["mlp_only_layers"] or () if layer < num_layers})
+        given = [int(layer) for layer in keys["mlp_only_layers"] or () if isinstance(layer, int)]
+        if len(given) != len(keys["mlp_only_layers"] or ()):
+            raise ValueError(
+                f"mlp_only_layers={keys['mlp_only_layers']}: must be a list of whole numbers; correct config.json"
+            )
+        dense = sorted({layer for layer in given if layer < num_layers})
         if dense != list(range(len(dense))):
-            raise ValueError(f"mlp_only_layers={dense}: only the first layers, from 0 on, can be dense here")
+            raise not_computed(f"mlp_only_layers={dense}", "the first layers, from 0 on, being dense is")
         found = MoEConfig(
             num_experts=keys["num_experts"],
             num_experts_per_token=keys["num_experts_per_tok"],

@@ -7,9 +7,10 @@ file's reader to know them. A key that is null counts as left out where transfor
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +279,22 @@ FAMILIES: dict[str, Keys] = {
 }
 
 
+# What to do about a value that is not computed here, where that is more than to take another model.
+_REMEDIES: dict[str, str] = {
+    "sliding_window": "set it to null where no sequence is longer than the window",
+    "use_sliding_window": "set it to false where no sequence is longer than the window",
+    "quantization_config": "convert the weights to bf16 or fp32, and take the key out",
+    "add_cross_attention": "take the decoder alone",
+}
+_OTHER_MODEL = "take a checkpoint that was trained so, or keep this one in transformers"
+
+
+def not_computed(what: str, allowed: str, name: str | None = None) -> ValueError:
+    """What to raise for `what`, a key and its value, of which only `allowed` is computed here; name: of the key."""
+    remedy = _REMEDIES.get(name or "", _OTHER_MODEL)
+    return ValueError(f"{what}: only {allowed} computed here; {remedy}")
+
+
 def read_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that are read of a config.json's content, by their first names, those it leaves out at their defaults.
 
@@ -287,14 +304,17 @@ def read_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     family = values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(
-            f"model_type={family}: not an architecture known here; they are {', '.join(FAMILIES)}"
+            f"model_type={family}: not an architecture known here; they are {', '.join(FAMILIES)}; take a "
+            "checkpoint of one of them"
         )
     keys = FAMILIES[family]
-    for name in values.get("architectures") or ():
+    architectures: Any = values.get("architectures") or ()
+    if not isinstance(architectures, list | tuple):
+        raise ValueError(f"architectures={architectures!r}: must be of type list; correct config.json")
+    for name in cast("Sequence[Any]", architectures):
         if name not in (keys.architecture, keys.base):
-            raise ValueError(
-                f"architectures=[{name}]: only {keys.architecture} and {keys.base} of model_type={family} are computed "
-                "here"
+            raise not_computed(
+                f"architectures=[{name}]", f"{keys.architecture} and {keys.base} of model_type={family} are"
             )
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -310,7 +330,7 @@ def read_keys(values: Mapping[str, Any]) -> dict[str, Any]:
             if not any(
                 value == allowed and (value is None) == (allowed is None) for allowed in keys.held[key]
             ):
-                raise ValueError(f"{name}={value}: only {name}={keys.held[key][0]} is computed here")
+                raise not_computed(f"{name}={value}", f"{name}={keys.held[key][0]} is", name)
         elif key in _NOISE:
             if value:
                 logger.warning(
@@ -330,4 +350,6 @@ def _checked(name: str, value: Any, key: Key) -> Any:
     is_right = isinstance(value, int | float) if key.kind is float else isinstance(value, key.kind)
     if not is_right or (isinstance(value, bool) and key.kind is not bool):
         raise ValueError(f"{name}={value!r}: must be of type {key.kind.__name__}; correct config.json")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name}={value}: must be finite; correct config.json")
     return value

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from counterflow.models.config import ModelConfig, YarnConfig
+from counterflow.models.hf.keys import not_computed
 from counterflow.models.positions import rotary_scale
 
 _DEFAULT_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
@@ -53,8 +54,8 @@ def rope_from_hf(
     # In transformers' order: the older key counts where both are there.
     rope: dict[str, Any] = dict(values["rope_scaling"] or values["rope_parameters"] or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _KEYS:
-        raise ValueError(f"rope_parameters.rope_type={kind}: only default and yarn are known here")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise not_computed(f"rope_parameters.rope_type={kind}", "default and yarn are")
     for name, value in rope.items():
         if name not in _KEYS[kind] and value is not None:
             raise ValueError(
@@ -62,24 +63,28 @@ def rope_from_hf(
                 "if it does not matter"
             )
     if rope.get("partial_rotary_factor") not in (None, 1):
-        raise ValueError(
-            f"rope_parameters.partial_rotary_factor={rope['partial_rotary_factor']}: only 1 is computed here"
-        )
+        raise not_computed(f"rope_parameters.partial_rotary_factor={rope['partial_rotary_factor']}", "1 is")
     theta = _number(rope, "rope_theta", values["rope_theta"] or default_theta)
     if kind == "default":
         return theta, YarnConfig()
     original = values["original_max_position_embeddings"] or _number(
         rope, "original_max_position_embeddings", values["max_position_embeddings"]
     )
+    if not original >= 1:
+        raise ValueError(
+            f"rope_parameters.original_max_position_embeddings={original}: must be at least 1; correct config.json"
+        )
+    if not isinstance(rope.get("truncate", True), bool | None):
+        raise ValueError(
+            f"rope_parameters.truncate={rope['truncate']!r}: must be true or false; correct config.json"
+        )
     if "factor" not in rope:
         raise ValueError("rope_parameters.factor is missing: YaRN stretches the context by it; set it")
     factor = _number(rope, "factor", values["max_position_embeddings"] / original)
     scale = _attention_factor(rope | {"factor": factor})
     if factor == 1:
         if not math.isclose(scale, 1):
-            raise ValueError(
-                f"rope_parameters.attention_factor={scale}: only 1 is computed here with factor=1"
-            )
+            raise not_computed(f"rope_parameters.attention_factor={scale}", "1 with factor=1 is")
         return theta, YarnConfig()
     defaults = YarnConfig()
     mscale, mscale_all_dim = _mscales(rope)
@@ -115,4 +120,6 @@ def _number(rope: Mapping[str, Any], name: str, default: float) -> float:
     value = default if rope.get(name) is None else rope[name]
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"rope_parameters.{name}={value!r}: must be a number; correct config.json")
+    if not math.isfinite(value):
+        raise ValueError(f"rope_parameters.{name}={value}: must be finite; correct config.json")
     return float(value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from counterflow.parallel.collectives import Axis
+from counterflow.parallel.collectives import Axis, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,13 @@ class Messages:
 
     works: tuple[dist.Work, ...]
     sent: tuple[Tensor, ...]
+    axis: Axis
 
     def wait(self) -> None:
         """Return once all have arrived, here and from here."""
-        for work in self.works:
-            work.wait()
+        with named("exchange of messages", self.axis):
+            for work in self.works:
+                work.wait()
 
 
 def exchange(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis) -> Messages:
@@ -42,4 +44,4 @@ def exchange(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis) -> 
         for operation, messages in ((dist.irecv, received), (dist.isend, sent))
         for peer, message in zip(others, messages, strict=True)
     ]
-    return Messages(works=tuple(dist.batch_isend_irecv(operations)), sent=tuple(sent))
+    return Messages(works=tuple(dist.batch_isend_irecv(operations)), sent=tuple(sent), axis=axis)

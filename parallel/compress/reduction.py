@@ -34,7 +34,7 @@ from counterflow.parallel.compress.messages import Messages, exchange
 from counterflow.parallel.compress.pieces import in_pieces
 
 # A reduction as it goes: yields what is to be waited for (None: nothing) before it goes on; returns its report.
-Steps = Generator["dist.Work | Messages | None", None, "ReductionReport"]
+Steps = Generator["dist.Work | Messages | PendingReduction | None", None, "ReductionReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,15 @@ class ReductionReport:
     fp32_bytes: int
     error_squares: Tensor
     squares: Tensor
+
+    def __add__(self, other: ReductionReport) -> ReductionReport:
+        """Of both together."""
+        return ReductionReport(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            fp32_bytes=self.fp32_bytes + other.fp32_bytes,
+            error_squares=self.error_squares + other.error_squares,
+            squares=self.squares + other.squares,
+        )
 
     @property
     def ratio(self) -> float:
@@ -68,7 +77,7 @@ class PendingReduction:
     def __init__(self, steps: Steps) -> None:
         self._steps: Steps | None = steps
         self._report: ReductionReport | None = None
-        self._work: dist.Work | Messages | None = None
+        self._work: dist.Work | Messages | PendingReduction | None = None
         self._go_on()
 
     def _go_on(self) -> None:

@@ -48,7 +48,7 @@ class PendingGather:
     """A gather that has been started. The whole and the shard are its own until `wait` returns.
 
     sent: kept alive for the transfer. payloads: the bytes of each rank's shard, to be decoded by `codec`; None: what is
-    received is `whole`.
+    received is `whole`. sent_bytes: by this rank, as ByteMeter counts.
     """
 
     whole: Tensor
@@ -56,6 +56,7 @@ class PendingGather:
     work: dist.Work | Messages | None
     codec: PiecewiseCodec | None = None
     payloads: tuple[Tensor, ...] = ()
+    sent_bytes: int = 0
 
     def wait(self) -> None:
         """Return once `whole` is filled."""
@@ -90,7 +91,8 @@ class WeightGather:
         if self._codec is None:
             sent = shard.to(whole.dtype)
             work = all_gather_into(whole, sent, self._axis, async_op=True)
-            return PendingGather(whole=whole, sent=sent, work=work)
+            sent_bytes = (self._axis.size - 1) * sent.nbytes
+            return PendingGather(whole=whole, sent=sent, work=work, sent_bytes=sent_bytes)
         codec = in_pieces(self._codec, shard.numel(), shard.device)
         sent = torch.empty(codec.encoded_bytes, dtype=torch.uint8, device=shard.device)
         for piece in codec.pieces:
@@ -98,4 +100,11 @@ class WeightGather:
         rank, received = self._axis.rank, list(sent.new_empty(self._axis.size - 1, sent.numel()))
         work = exchange(received, [sent] * len(received), self._axis)
         payloads = (*received[:rank], sent, *received[rank:])
-        return PendingGather(whole=whole, sent=sent, work=work, codec=codec, payloads=payloads)
+        return PendingGather(
+            whole=whole,
+            sent=sent,
+            work=work,
+            codec=codec,
+            payloads=payloads,
+            sent_bytes=sent.nbytes * len(received),
+        )

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from counterflow.parallel.collectives import Axis, all_to_all_into
 from counterflow.parallel.expert.copies import ExpertCopies, copies_on, has_copies, places_of, turns
 from counterflow.parallel.expert.packing import PAYLOAD_DTYPES, RowPacking
+from counterflow.parallel.memory_parts import memory_of
 
 
 class CommunicationPoint(Protocol):
@@ -278,6 +279,8 @@ def begin_exchange(
     as are the choices that go to each there.
     """
     axis = experts.axis
+    if hasattr(choice, "fake_mode"):
+        return _without_values(experts, choice, link_bytes)
     place = table.find(choice, kept)
     rank_of_choice = table.rank[place]
     if kept is not None:
@@ -308,6 +311,33 @@ def begin_exchange(
         sent_counts=sent_counts,
         received_counts=received_counts,
         work=work,
+        link_bytes=[0] * axis.size if link_bytes is None else link_bytes,
+    )
+
+
+def _without_values(experts: ExpertParallel, choice: Tensor, link_bytes: list[int] | None) -> PendingExchange:
+    """As `begin_exchange` where choices have a shape alone (a dry run): each rank gets an even share of them."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    axis, (num_tokens, num_choices) = experts.axis, choice.shape
+    with unset_fake_temporarily():
+        # Choice j of token t goes to rank (t k + j) mod n, in order of rank and then of token.
+        rank_of_choice = torch.arange(num_tokens * num_choices).view(num_tokens, num_choices) % axis.size
+        goes = torch.zeros(num_tokens, axis.size, dtype=torch.bool).scatter_(1, rank_of_choice, True)
+        pairs = torch.bincount(rank_of_choice.flatten(), minlength=axis.size)
+        counts = torch.stack((goes.sum(0), pairs), dim=1)
+        order = torch.tensor([rank for rank in range(axis.size) if rank != axis.rank] + [axis.rank])
+        position, tokens = goes.t()[order].nonzero(as_tuple=True)
+        here = rank_of_choice[tokens] == order[position, None]
+        slots = torch.where(here, 0, -1).to(torch.int32)
+    return PendingExchange(
+        experts=experts,
+        tokens=tokens,
+        slots=slots,
+        num_tokens=num_tokens,
+        sent_counts=counts,
+        received_counts=counts,
+        work=None,
         link_bytes=[0] * axis.size if link_bytes is None else link_bytes,
     )
 
@@ -347,8 +377,9 @@ class _Dispatch(torch.autograd.Function):
             has_slots=True,
         )
         count, split = exchange.num_sent, exchange.num_received
-        leaving = packing.empty(count, x.device)
-        arriving = packing.empty(split + exchange.num_kept, x.device)
+        with memory_of("experts"):
+            leaving = packing.empty(count, x.device)
+            arriving = packing.empty(split + exchange.num_kept, x.device)
         packing.write(leaving, x, weights, exchange.slots[:count], exchange.tokens[:count])
         work = exchange.start(arriving[:split], leaving, back=False)
         packing.write(arriving[split:], x, weights, exchange.slots[count:], exchange.tokens[count:])
@@ -371,8 +402,9 @@ class _Dispatch(torch.autograd.Function):
             has_slots=False,
         )
         count, split = exchange.num_sent, exchange.num_received
-        leaving = packing.empty(split, grad_rows.device)
-        arriving = packing.empty(count, grad_rows.device)
+        with memory_of("experts"):
+            leaving = packing.empty(split, grad_rows.device)
+            arriving = packing.empty(count, grad_rows.device)
         packing.write(leaving, grad_rows[:split], grad_weights[:split])
         work = exchange.start(arriving, leaving, back=True)
         grad_x = grad_rows.new_zeros(exchange.num_tokens, width)

@@ -156,7 +156,12 @@ class WeightGradStore:
 
 def _bytes_of(held: list[_Deferred]) -> int:
     # q, k and v share one input: the same storage is one piece of memory.
-    tensors = {t.data_ptr(): t.nbytes for entry in held for t in (entry.x, entry.grad_output)}
+    # Not by address: tensors without values (a dry run) have none.
+    tensors = {
+        (t.untyped_storage()._cdata, t.storage_offset()): t.nbytes
+        for entry in held
+        for t in (entry.x, entry.grad_output)
+    }
     return sum(tensors.values())
 
 
@@ -192,7 +197,13 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, sink: WeightGradSink, fp8: bool
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        sink: WeightGradSink,
+        fp8: bool,
+        is_kept: bool,
     ) -> Tensor:
         out = _linear(x, weight, bias, fp8)
         if (
@@ -201,6 +212,7 @@ class _SplitLinear(torch.autograd.Function):
             out = torch.ops.aten._unsafe_view(out, out.shape)
         ctx.fp8 = fp8
         ctx.x_dtype = x.dtype
+        ctx.version = weight._version if is_kept and ctx.needs_input_grad[0] else None
         # A frozen weight needs no input kept.
         ctx.save_for_backward(x.to(out.dtype) if ctx.needs_input_grad[1] else None)
         # The Parameter object itself: its storage may be freed and filled again (ZeRO-3) before backward.
@@ -210,12 +222,18 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         (grad_output,) = grad_outputs
         x: Tensor | None = ctx.saved_tensors[0]
         weight: nn.Parameter = ctx.weight
         bias: nn.Parameter | None = ctx.bias
         grad_x = grad_weight = grad_bias = None
+        if ctx.version is not None and ctx.version != weight._version:
+            raise RuntimeError(
+                f"the weight {list(weight.shape)} of a linear layer was changed in place between a micro-batch's "
+                "forward and its backward, which needs it as it was; change weights between steps, or compute with a "
+                "changed copy"
+            )
         if ctx.needs_input_grad[0] and ctx.fp8:
             assert not torch.is_grad_enabled(), "a product in fp8 is not differentiated twice"
             grad_x = fp8_product(grad_output, weight.detach().t(), GRADIENTS)
@@ -224,14 +242,14 @@ class _SplitLinear(torch.autograd.Function):
         positions = [position for position in (1, 2) if ctx.needs_input_grad[position]]
         if x is not None and is_filed(ctx, *positions):
             ctx.sink.add(weight, bias if 2 in positions else None, x, grad_output)
-            return grad_x, None, None, None, None
+            return grad_x, None, None, None, None, None
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         if 1 in positions and is_wanted(ctx, 1):
             assert x is not None
             grad_weight = (rows.t() @ x.reshape(-1, x.shape[-1]).to(rows.dtype)).to(weight.dtype)
         if 2 in positions and bias is not None and is_wanted(ctx, 2):
             grad_bias = rows.sum(0).to(bias.dtype)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool) -> Tensor:
@@ -248,11 +266,13 @@ def split_linear(
     sink: WeightGradSink | None,
     *,
     fp8: bool = False,
+    is_kept: bool = False,
 ) -> Tensor:
     """x [..., in], weight [out, in], bias [out] -> [..., out]; the weight gradient goes to `sink`.
 
     Without a sink, or where no gradient is wanted, it is torch.nn.functional.linear; so it is under the transforms of
     torch.func and in forward mode, which take no Function of this kind. fp8: see parallel/ops/fp8.py.
+    is_kept: the weight stays in its memory until the backward, which raises RuntimeError where somebody changed it.
     """
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return _linear(x, weight, bias, fp8)
@@ -264,7 +284,7 @@ def split_linear(
         # As the product would do it, but in the graph.
         x = x.to(torch.get_autocast_dtype(device_type))
     apply = cast(Callable[..., Tensor], _SplitLinear.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(x, weight, bias, sink, fp8)
+    return apply(x, weight, bias, sink, fp8, is_kept)
 
 
 def _is_transformed() -> bool:

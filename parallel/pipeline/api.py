@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from counterflow.parallel.collectives import Axis, broadcast
 from counterflow.parallel.groups import destroy_group, new_group
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from counterflow.parallel.pipeline.ties import (
     existing_parameters,
@@ -192,7 +194,7 @@ def build_pipeline(
 def _copy_from_first(tensor: Tensor, mirror: dist.ProcessGroup) -> None:
     """Take the values of the lowest rank of `mirror`."""
     values = tensor.data.contiguous()
-    dist.broadcast(values, group=mirror, group_src=0)
+    broadcast(values, Axis(group=mirror, name="mirror"))
     if values.data_ptr() != tensor.data_ptr():
         tensor.data.copy_(values)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.collectives import Axis, all_reduce, named
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.operation import random_state, set_random_state
 
@@ -60,16 +62,19 @@ def refuse_ties_between_ranks(
     """Raise ValueError, on every rank of `group`, where stages on different ranks hold one parameter.
 
     modules: of this rank's stages. existing: the ids of the parameters that were there before `make_stage` made
-    those. Only such a parameter can be in another stage as well: where there is one, `make_stage` is asked for the
-    other stages too, on the meta device, and what it returns is looked at and dropped.
+    those. Only such a parameter, or one that something else than the stages keeps (a cache of `make_stage`), can be in
+    another stage as well: where there is one, `make_stage` is asked for the other stages too, on the meta device, and
+    what it returns is looked at and dropped.
     """
     found = _ties_of(make_stage, modules, schedule, existing)
     if group is not None:
         count = torch.tensor(len(found), device=device)
-        all_reduce(count, Axis(group=group))
+        axis = Axis(group=group, name="pipeline")
+        all_reduce(count, axis)
         if count.item():
             gathered: list[object] = [None] * group.size()
-            dist.all_gather_object(gathered, found, group=group)  # pyright: ignore[reportUnknownMemberType]
+            with named("all-gather of objects", axis):
+                dist.all_gather_object(gathered, found, group=group)  # pyright: ignore[reportUnknownMemberType]
             found = sorted({tie for ties in cast("list[list[str]]", gathered) for tie in ties})
     if found:
         raise ValueError(
@@ -85,6 +90,7 @@ def _ties_of(
     schedule: Schedule,
     existing: set[int],
 ) -> list[str]:
+    is_kept = _is_kept_elsewhere(modules)  # first, since a variable of this function would count as well
     names = {
         id(parameter): (index, name)
         for index, module in modules.items()
@@ -105,7 +111,7 @@ def _ties_of(
 
     for index, module in modules.items():
         compare(index, module, names)
-    if not existing.intersection(names):
+    if not existing.intersection(names) and not is_kept:
         return ties
     generators = random_state(torch.device("cpu"))
     index = 0
@@ -123,3 +129,27 @@ def _ties_of(
     finally:
         set_random_state(torch.device("cpu"), generators)
     return ties
+
+
+def _is_kept_elsewhere(modules: Mapping[int, nn.Module]) -> bool:
+    """Whether anything but `modules` refers to one of them, to a part of it, or to a parameter."""
+    # Comprehensions, whose variables go with them.
+    holders = cast("list[Mapping[object, object]]", [modules])
+    holders += [
+        vars(part)[members]
+        for part in {id(part): part for root in modules.values() for part in root.modules()}.values()
+        for members in ("_modules", "_parameters")
+    ]
+    places = Counter(id(value) for holder in holders for value in holder.values())
+    # What one place makes, and looking itself: other Pythons count otherwise.
+    alone: dict[object, object] = {0: nn.Parameter()}
+    base = _num_references(alone, 0) - 1
+    return any(
+        holder[key] is not None and _num_references(holder, key) > base + places[id(holder[key])]
+        for holder in holders
+        for key in holder
+    )
+
+
+def _num_references(holder: Mapping[object, object], key: object) -> int:
+    return sys.getrefcount(holder[key])

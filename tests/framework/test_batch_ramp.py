@@ -84,7 +84,7 @@ def test_a_ramp_is_the_same_in_one_process(
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
     for record, count in zip(records, counts, strict=True):
-        schedule = Workload(config).schedule(count)
+        schedule = Workload.of(config).schedule(count)
         assert record.bubble_simulated == simulate(schedule, Costs()).bubble_makespan
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from counterflow.framework.config.compositions import REFUSALS, Refusal, refused
-from counterflow.framework.config.mapping import from_mapping
+from counterflow.framework.checks.parity import reference_config
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.trainer.run import RunContext
@@ -29,7 +28,7 @@ from tests.composition_cover import (
 )
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
-from tests.tiny import merged, run_context, tiny_config
+from tests.tiny import run_context, tiny_config
 
 # These round what is computed or sent: losses follow those of fp32, and are not the same.
 ROUNDING = {
@@ -40,19 +39,6 @@ ROUNDING = {
     "compression",
     "quantised_weights",
     "pipeline_payload",
-}
-# What switches on the features that are in no case, for the rows that refuse them.
-OTHERS: dict[str, dict[str, Any]] = {
-    "context_parallel": {"parallel": {"context_parallel_size": 2}},
-    "onebit_adam": {"optimizer": {"name": "onebit_adam"}},
-    "not_1f1b": {"schedule": {"name": "gpipe"}},
-    "csv": {"schedule": {"name": "csv", "path": "schedule.csv"}},
-    "fp8": {"precision": {"linear": "fp8"}},
-    "offload": {"offload": {"policy": "schedule", "budget_share": 0.5}},
-    "batch_ramp": {"training": {"batch_ramp": {"start_num_microbatches": 2, "ramp_samples": 8}}},
-    "documents": {"data": {"batching": "documents", "tokens_per_step": 2048}},
-    "deepspeed_engine": {"zero": {"engine": "deepspeed", "stage": 1}},
-    "cpu_adam": {"optimizer": {"kernel": "cpu_adam", "offload": {"tier": "host"}}},
 }
 CASES = kept_cases()
 
@@ -65,7 +51,8 @@ def reference_of(config: TrainConfig) -> TrainConfig:
     """The same model and global batches in one process, with nothing else switched on."""
     num_microbatches = config.schedule.num_microbatches * config.parallel.data_parallel_size
     plain = tiny_config(num_microbatches=num_microbatches)
-    return replace(plain, model=config.model, data=config.data, training=config.training)
+    training = reference_config(config).training  # a ramp counts the micro-batches of one process
+    return replace(plain, model=config.model, data=config.data, training=training)
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +102,3 @@ def test_alternatives_exclude_each_other() -> None:
             for second in group - {first}:
                 assert alternatives(frozenset((first, second)))
                 assert config_of([first, second]) is None
-
-
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: f"{row.first}-{row.second}")
-def test_a_refused_pair_is_refused(row: Refusal) -> None:
-    nodes = merged(NEEDS.get(row.first, {}), NEEDS.get(row.second, {}))
-    for key in (row.first, row.second):
-        nodes = merged(nodes, OTHERS.get(key) or SWITCHES[key])
-    assert any(row.reason in problem for problem in refused(from_mapping(TrainConfig, nodes)))

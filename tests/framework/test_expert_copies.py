@@ -25,9 +25,10 @@ from counterflow.framework.trainer.rebalance import next_placement
 from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.expert.copies import places_of
 from counterflow.parallel.expert.placement import ExpertsByRank
-from tests.framework.checks.test_parity import assert_parity, measure
+from tests.framework.checks.test_parity import assert_parity
 from tests.framework.trainer.test_rebalance import skewed_config, train_and_move, whole_state
 from tests.rank_pool import RankPool
+from tests.references import References
 from tests.tiny import MIXTURES, merged, run_context, tiny_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -100,9 +101,9 @@ def reshuffled(loads: list[float], before: ExpertsByRank, *_: object) -> Experts
     ],
 )
 def test_copies_train_like_one_process(
-    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, layout: str, mixture: str, spare: int
+    references: References, tmp_path: Path, layout: str, mixture: str, spare: int
 ) -> None:
-    assert_parity(measure(ranks, config_of(layout, mixture, spare), tiny_data, tmp_path))
+    assert_parity(references.parity(config_of(layout, mixture, spare), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,8 @@ def test_copies_train_like_one_process(
     ],
 )
 @pytest.mark.slow
-def test_copies_compose(
-    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, layout: str, nodes: dict[str, Any]
-) -> None:
-    assert_parity(measure(ranks, config_of(layout, **nodes), tiny_data, tmp_path))
+def test_copies_compose(references: References, tmp_path: Path, layout: str, nodes: dict[str, Any]) -> None:
+    assert_parity(references.parity(config_of(layout, **nodes), tmp_path))
 
 
 NUM_STEPS = 4

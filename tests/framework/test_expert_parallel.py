@@ -27,6 +27,7 @@ from counterflow.parallel.collectives import Axis
 from counterflow.parallel.mesh import Mesh, MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 from tests.runs import run_steps
@@ -63,10 +64,12 @@ def toy_stage(config: MeshConfig, zero: int, mirrored: bool) -> tuple[Mesh, Shar
     module = Toy(mesh, shares(config.expert_parallel_size)[Axis(group=mesh.expert).rank])
     stage = ShardedStage(
         module,
-        ZeroConfig(stage=zero),  # type: ignore[arg-type]
-        replica=Axis(group=mesh.replica),
-        tensor=Axis(group=mesh.tensor),
-        expert_replica=Axis(group=mesh.expert_replica),
+        ZeroContext(
+            config=ZeroConfig(stage=zero),  # type: ignore[arg-type]
+            replica=ReplicaAxes.of(Axis(group=mesh.replica)),
+            tensor=Axis(group=mesh.tensor),
+            expert_replica=ReplicaAxes.of(Axis(group=mesh.expert_replica)),
+        ),
     )
     return mesh, stage, module
 
@@ -204,15 +207,18 @@ def test_any_share_of_experts_loads_what_any_other_saved(
 LAYOUT: dict[str, Any] = {"pp": 2, "dp": 2, "schedule": "dualpipe", "zero": 3, "num_microbatches": 4}
 
 
+NUM_STEPS, SAVED = 4, 2
+
+
 def moe_config(name: str, ep: int, *, resume_from: Path | None = None, **layout: Any) -> TrainConfig:
     return tiny_config(
         **{**LAYOUT, **layout},
         parallel={"expert_parallel_size": ep},
         model=MIXTURES[name],
-        training={"num_steps": 6, "eval_interval_steps": 4},
+        training={"num_steps": NUM_STEPS, "eval_interval_steps": NUM_STEPS - 1},
         checkpoint={
             "enabled": True,
-            "interval_steps": 3,
+            "interval_steps": SAVED,
             "resume": None if resume_from is None else str(resume_from),
         },
     )
@@ -223,18 +229,42 @@ def what_is_learned(record: StepRecord) -> tuple[Any, ...]:
     return record.loss, record.mtp_loss, record.grad_norm, record.validation_loss, record.moe.layers
 
 
+class WholeRuns:
+    """Runs that nothing disturbs, each made once; what comes after one starts from a copy of its folder."""
+
+    def __init__(self, ranks: RankPool, data: PreparedData, folder: Path) -> None:
+        self._ranks, self._data, self._folder = ranks, data, folder
+        self._records: dict[TrainConfig, tuple[list[StepRecord], Path]] = {}
+
+    def stopped(self, config: TrainConfig, folder: Path) -> list[StepRecord]:
+        """The records of the whole run; in `folder` is what it had saved after `SAVED` steps."""
+        if config not in self._records:
+            run = run_context(self._data, self._folder / str(len(self._records)))
+            records = self._ranks.run(run_steps, config.parallel.world_size, config, run, None)[0]
+            self._records[config] = records, run.run_dir
+        records, made = self._records[config]
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "checkpoints" / f"step-{NUM_STEPS:08}")
+        return records
+
+
+@pytest.fixture(scope="module")
+def whole_runs(
+    ranks: RankPool, tiny_data: PreparedData, tmp_path_factory: pytest.TempPathFactory
+) -> WholeRuns:
+    return WholeRuns(ranks, tiny_data, tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(
-    ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, name: str
+    ranks: RankPool, tiny_data: PreparedData, whole_runs: WholeRuns, tmp_path: Path, name: str
 ) -> None:
     """Biases and the fractions of the batch before go on as they were, and evaluation in between moves neither."""
-    config = moe_config(name, 2)
-    whole = ranks.run(run_steps, 4, config, run_context(tiny_data, tmp_path / "whole"), None)[0]
-    stopped = run_context(tiny_data, tmp_path / "stopped")
-    ranks.run(run_steps, 4, config, stopped, 4)
-    resumed = moe_config(name, 2, resume_from=stopped.run_dir)
-    after = ranks.run(run_steps, 4, resumed, stopped, None)[0]
-    assert list(map(what_is_learned, after)) == list(map(what_is_learned, whole[3:]))
+    whole = whole_runs.stopped(moe_config(name, 2), tmp_path)
+    resumed = moe_config(name, 2, resume_from=tmp_path)
+    after = ranks.run(run_steps, 4, resumed, run_context(tiny_data, tmp_path), None)[0]
+    assert whole[NUM_STEPS - 2].validation_loss is not None
+    assert list(map(what_is_learned, after)) == list(map(what_is_learned, whole[SAVED:]))
 
 
 ONE_PROCESS: dict[str, Any] = {
@@ -258,20 +288,19 @@ FOUR_SHARES: dict[str, Any] = {
 def test_a_run_goes_on_with_its_experts_on_other_ranks(
     ranks: RankPool,
     tiny_data: PreparedData,
+    whole_runs: WholeRuns,
     tmp_path: Path,
     name: str,
     first: dict[str, Any],
     second: dict[str, Any],
 ) -> None:
     """Every expert's weights and optimizer state find it by its index, and every layer's router its bias."""
-    config = moe_config(name, **first)
-    run = run_context(tiny_data, tmp_path)
-    whole = ranks.run(run_steps, config.parallel.world_size, config, run, None)[0]
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    whole = whole_runs.stopped(moe_config(name, **first), tmp_path)
     other = moe_config(name, **second, resume_from=tmp_path)
+    run = run_context(tiny_data, tmp_path)
     after = ranks.run(run_steps, other.parallel.world_size, other, run, None)[0]
-    assert [record.step for record in after] == [3, 4, 5]
-    for found, expected in zip(after, whole[3:], strict=True):
+    assert [record.step for record in after] == list(range(SAVED, NUM_STEPS))
+    for found, expected in zip(after, whole[SAVED:], strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
         assert found.mtp_loss == expected.mtp_loss or found.mtp_loss == pytest.approx(
             expected.mtp_loss, rel=1e-6
@@ -286,7 +315,7 @@ def test_another_number_of_experts_is_refused_before_a_rank_starts(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
 ) -> None:
     run = run_context(tiny_data, tmp_path)
-    ranks.run(run_steps, 4, moe_config("mixtral", 2), run, 3)
+    ranks.run(run_steps, 4, moe_config("mixtral", 2), run, SAVED)
     six = merged(MIXTURES["mixtral"], {"moe": {"num_experts": 6}})
     for model, number in ((six, 6), ({}, 0)):
         config = tiny_config(**LAYOUT, model=model, checkpoint={"enabled": True, "resume": str(tmp_path)})
@@ -326,7 +355,7 @@ def test_forwards_that_are_done_again_count_once(
         config = replace(
             config,
             optimizer=replace(config.optimizer, post_validation=name == "ahead", max_grad_norm=1e-3),
-            training=replace(config.training, num_steps=4, eval_interval_steps=0),
+            training=replace(config.training, num_steps=3, eval_interval_steps=0),
             checkpoint=replace(config.checkpoint, enabled=False),
         )
         records = ranks.run(run_steps, 4, config, run_context(tiny_data, tmp_path), None)[0]

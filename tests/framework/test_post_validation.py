@@ -25,7 +25,7 @@ from counterflow.framework.trainer.loop import seed_everything, train
 from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from tests.rank_pool import RankPool
-from tests.tiny import MIXTURES, run_context, tiny_config
+from tests.tiny import MIXTURES, run_context, tiny_config, with_few_layers
 
 LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "schedule": "zb_h2", "num_microbatches": 8},
@@ -138,7 +138,7 @@ def both(
     spoiled_rank: int | None = None,
 ) -> list[Outcome]:
     """The ranks' outcomes with post-validation, held against the ordinary ones."""
-    nodes = {"training": {"num_steps": NUM_STEPS, "eval_interval_steps": 0}, **layout}
+    nodes = {"training": {"num_steps": NUM_STEPS, "eval_interval_steps": 0}, **with_few_layers(layout)}
     ordinary = tiny_config(**nodes, optimizer={"max_grad_norm": limit})
     ahead = tiny_config(**nodes, optimizer={"max_grad_norm": limit, "post_validation": True})
     size, run = ordinary.parallel.world_size, run_context(data, folder)
@@ -195,7 +195,7 @@ def test_checkpoints_and_evaluation_see_validated_states(
 ) -> None:
     """What is saved and evaluated amid steps made ahead goes on to the same end, and has the same loss."""
     nodes: dict[str, Any] = {
-        **LAYOUTS[3],
+        **with_few_layers(LAYOUTS[3]),
         "training": {"num_steps": NUM_STEPS, "eval_interval_steps": 2},
         "checkpoint": {"enabled": True, "interval_steps": 3},
     }

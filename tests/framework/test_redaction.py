@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from counterflow.framework.redaction import redacted, without_secrets
+from counterflow.framework.redaction import hidden_values, redacted, without_secrets
 
 
 def test_secrets_are_recognised_by_name_and_in_urls() -> None:
@@ -61,3 +61,22 @@ def test_keys_of_the_environment_never_appear(monkeypatch: pytest.MonkeyPatch) -
 def test_a_value_of_the_environment_is_its_interpolation() -> None:
     hidden = {"/secret": "${oc.env:A}", "/secret/more": "${oc.env:B}", "x": "${oc.env:C}"}
     assert redacted("x: /secret/more, /secret", hidden) == "x: ${oc.env:B}, ${oc.env:A}"
+
+
+def test_values_that_are_written_otherwise_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORPUS", "/vault/corpus")
+    values = {
+        "data": {"sources": ["/vault/corpus/a", "https://u:pass@h/x"], "seq_length": 16},
+        "logger": {"name": "none", "api_key": "k123456"},
+    }
+    written = {
+        "data": {"sources": ["${oc.env:CORPUS}/a", "https://u:***@h/x"], "seq_length": 16},
+        # Another value is no secret: a command may have changed it.
+        "logger": {"name": "wandb", "api_key": "***"},
+    }
+    assert hidden_values(values, written) == {
+        "/vault/corpus/a": "${oc.env:CORPUS}/a",
+        "/vault/corpus": "${oc.env:CORPUS}",
+        "https://u:pass@h/x": "https://u:***@h/x",
+        "k123456": "***",
+    }

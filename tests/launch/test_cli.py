@@ -162,6 +162,10 @@ def test_help_imports_nothing_heavy() -> None:
         (["data.seq_length=long"], "error: data.seq_length='long': must be a whole number"),
         (["data.sources=[/nowhere/at/all]"], "/nowhere/at/all"),
         (["checkpoint.resume=/nowhere/at/all"], "checkpoint.resume=/nowhere/at/all: no such folder"),
+        (
+            [f"checkpoint.resume={__file__}"],
+            "it is a file, and a checkpoint is a folder; name the folder of a run",
+        ),
     ],
 )
 def test_a_mistake_ends_before_any_rank_starts(

@@ -147,6 +147,16 @@ def third_hangs() -> None:
     dist.all_reduce(torch.ones(8))
 
 
+def third_is_stopped() -> None:
+    """Rank 2 is stopped, as by Ctrl-Z or a scheduler, on its way into a collective."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    dist.barrier()
+    if dist.get_rank() == 2:
+        _failing()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(8))
+
+
 def _compute_for_ever() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     time.sleep(300)

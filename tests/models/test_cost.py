@@ -137,7 +137,7 @@ def test_flops_are_those_torch_counts(config: ModelConfig) -> None:
         if not config.mtp.num_modules:
             return stage(tokens).sum()
         logits, hidden = stage(tokens)
-        return logits.sum() + sum(found.sum() for found, _ in stage.further_predictions(hidden, tokens))
+        return logits.sum() + sum(found.sum() for found, _ in stage.mtp_predictions(hidden, tokens))
 
     batch, seq = 2, 32
     counter = FlopCounterMode(display=False)

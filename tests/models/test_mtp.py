@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     logits, hidden = stage(tokens)
     assert_close_to_scale(hidden, state)
     assert_close_to_scale(logits, main(input_ids=tokens).logits)
-    predictions = stage.further_predictions(hidden, targets)
+    predictions = stage.mtp_predictions(hidden, targets)
     assert len(predictions) == 2
     length = tokens.shape[1]
     inputs = targets
@@ -77,7 +77,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
 def test_a_module_predicts_the_token_after_the_next() -> None:
     stage, (tokens, targets) = build(DEEPSEEK_V3), sample(VOCAB)
     _, hidden = stage(tokens)
-    (_, first), (_, second) = stage.further_predictions(hidden, targets)
+    (_, first), (_, second) = stage.mtp_predictions(hidden, targets)
     assert first[:, :-1].equal(targets[:, 1:])
     assert second[:, :-2].equal(targets[:, 2:])
     assert (first[:, -1:] == IGNORED).all()
@@ -91,7 +91,7 @@ def test_what_needs_an_ignored_token_is_not_predicted() -> None:
     targets = targets.clone()
     targets[0, 5] = IGNORED
     _, hidden = stage(tokens)
-    (_, first), (_, second) = stage.further_predictions(hidden, targets)
+    (_, first), (_, second) = stage.mtp_predictions(hidden, targets)
     length = targets.shape[1]
     assert (first[0] == IGNORED).nonzero().flatten().tolist() == [4, 5, length - 1]
     assert (second[0] == IGNORED).nonzero().flatten().tolist() == [3, 4, 5, length - 2, length - 1]
@@ -107,7 +107,7 @@ def test_a_module_sees_no_later_token() -> None:
         if changed is not None:
             words[:, changed] = (words[:, changed] + 1) % VOCAB
         _, hidden = stage(words[:, :-1])
-        return [found[:, 6] for found, _ in stage.further_predictions(hidden, words[:, 1:])]
+        return [found[:, 6] for found, _ in stage.mtp_predictions(hidden, words[:, 1:])]
 
     before = logits(None)
     for index in range(2):
@@ -160,7 +160,7 @@ def test_stages_in_a_row_give_the_gradients_of_the_whole() -> None:
     tokens, targets = sample(VOCAB)
 
     def loss_of(stage: TransformerStage, logits: Tensor, hidden: Tensor) -> Tensor:
-        pairs = [(logits, targets), *stage.further_predictions(hidden, targets)]
+        pairs = [(logits, targets), *stage.mtp_predictions(hidden, targets)]
         return sum(
             (
                 torch.nn.functional.cross_entropy(found.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED)

@@ -38,7 +38,7 @@ def loss_of(stage: TransformerStage, tokens: Tensor, targets: Tensor, axis: Axis
     pairs = [(outputs, targets)]
     if isinstance(outputs, tuple):
         logits, hidden = outputs
-        pairs = [(logits, targets), *stage.further_predictions(hidden, targets)]
+        pairs = [(logits, targets), *stage.mtp_predictions(hidden, targets)]
     losses = [vocab_parallel_cross_entropy(found, wanted, axis, vocab_size=VOCAB) for found, wanted in pairs]
     return torch.stack([loss.sum() for loss in losses]).sum()
 

@@ -16,6 +16,7 @@ from counterflow.parallel.collectives import (
     all_gather_into,
     all_reduce,
     all_to_all_into,
+    barrier,
     broadcast,
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -23,8 +24,10 @@ from counterflow.parallel.collectives import (
     reduce_from_tensor_parallel,
     reduce_scatter_into,
     reduce_scatter_to_sequence_parallel,
+    set_timeout,
     split_to_tensor_parallel,
 )
+from counterflow.parallel.groups import destroy_group, new_group
 from tests.rank_pool import RankPool
 
 
@@ -207,3 +210,35 @@ def refuse_uneven_sequence() -> None:
 
 def test_sequence_that_the_axis_does_not_divide_is_refused(ranks: RankPool) -> None:
     ranks.run(refuse_uneven_sequence, 2)
+
+
+def late_rank(size: int) -> list[str]:
+    """What rank 0 is told where the others come to a collective too late; `size` ranks in a group of their own."""
+    group = new_group(list(range(size)), "late")
+    set_timeout(group, 0.3)
+    axis = Axis(group=group, name="replica")
+    calls: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: all_reduce(torch.ones(2), axis),
+        "all-gather": lambda: wait(all_gather_into(torch.ones(2 * size), torch.ones(2), axis, async_op=True)),
+        "barrier": lambda: barrier(axis),
+    }
+    told: list[str] = []
+    if dist.get_rank() == 0:
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            (note,) = caught.value.__notes__
+            assert note == f"in {name} over the replica axis, of ranks {', '.join(map(str, range(size)))}"
+            told.append(note)
+    dist.barrier()
+    destroy_group(group)
+    return told
+
+
+def wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
+def test_a_collective_that_waits_too_long_says_which_it_is(ranks: RankPool) -> None:
+    assert len(ranks.run(late_rank, 2, 2)[0]) == 3

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch._dynamo  # `adamw` imports it when first called; imported here, forked ranks share it
 from torch import Tensor
 from torch.optim.adamw import adamw
 

@@ -246,37 +246,50 @@ def add_unshard(schedule: Schedule, reshard_after: str = "use", *, prefetch: int
     """Add UNSHARD ahead of the first action that reads a stage's weights, RESHARD after the last.
 
     reshard_after: `use` reshards a stage after each use unless it is used again so soon that it would be
-        gathered anew at once; `step` keeps it from its first use in the step to its last.
+        gathered anew at once; `backward` does so while no forward waits for its backward; `step` keeps it from its
+        first use in the step to its last.
     prefetch: how many compute actions before its use a stage is unsharded.
 
     W reads no weights. At the end every stage is resharded.
 
     Raises ValueError: an unknown `reshard_after`.
     """
-    if reshard_after not in ("use", "step"):
+    if reshard_after not in ("use", "backward", "step"):
         raise ValueError(
-            f"zero.reshard_after={reshard_after}: parameters are resharded after each `use` or after the `step`; "
-            "choose one of them"
+            f"zero.reshard_after={reshard_after}: parameters are resharded after each `use`, after the last `backward` "
+            "that waits, or after the `step`; choose one of them"
         )
-    keep = prefetch + 1 if reshard_after == "use" else None
-    return schedule.with_actions(_unsharding(actions, keep, prefetch) for actions in schedule.actions)
+    keep = None if reshard_after == "step" else prefetch + 1
+    return schedule.with_actions(
+        _unsharding(actions, keep, prefetch, waits=reshard_after == "backward")
+        for actions in schedule.actions
+    )
 
 
-def _unsharding(actions: Sequence[Action], keep: int | None, prefetch: int) -> list[Action]:
-    """One rank's list; a stage stays unsharded over gaps of at most `keep` compute actions (None: over all)."""
+def _unsharding(
+    actions: Sequence[Action], keep: int | None, prefetch: int, *, waits: bool = False
+) -> list[Action]:
+    """One rank's list; a stage stays unsharded over gaps of at most `keep` compute actions (None: over all).
+
+    waits: and over those in which a forward of it waits for its backward.
+    """
     unshard: dict[int, list[int]] = defaultdict(list)  # compute action -> stages to unshard before it
     reshard: dict[int, list[int]] = defaultdict(list)  # compute action -> stages to reshard after it
     last_use: dict[int, int] = {}
+    waiting: dict[int, int] = defaultdict(int)  # stage -> forwards without a backward yet
     compute = [action for action in actions if action.kind in COMPUTE]
     for index, action in enumerate(compute):
         for stage in dict.fromkeys(weights_read(action)):
             last = last_use.get(stage)
-            if last is not None and keep is not None and index - last > keep:
+            is_held = waits and waiting[stage] > 0
+            if last is not None and keep is not None and index - last > keep and not is_held:
                 reshard[last].append(stage)
                 last = None
             if last is None:
                 unshard[max(0, index - prefetch)].append(stage)
             last_use[stage] = index
+        for leaf in action.leaves:
+            waiting[leaf.stage] += (leaf.kind is Kind.F) - (leaf.kind in (Kind.B, Kind.I))
     for stage, last in last_use.items():
         reshard[last].append(stage)
 

@@ -4,8 +4,9 @@ Note [Where the time of a step goes]
 A step is cut into categories that exclude each other and add up to it. Collectives of the tensor axis run
 inside forward and backward and count as such. What no interval covers is `other`: reading the batch, zeroing
 gradients, Python between two actions. An interval within another one (the wait for the gradient norm within
-the optimizer, that for tokens within a forward) is taken out of it. The halves of an overlapped pair are recorded
-in slices, each from when the half is let run to when it lets the other run: two never cover the same moment.
+the optimizer, that for tokens or parameters within a forward) is taken out of it. The halves of an overlapped pair
+are recorded in slices, each from when the half is let run to when it lets the other run: two never cover the same
+moment.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class Activity(StrEnum):
     """What an interval was spent on; its name in lower case is the category of the account.
 
     SEND_WAIT: handing a message over, and waiting for room or for its arrival.
-    COLLECTIVE_WAIT: gathering parameters (UNSHARD), and what every rank waits for, the gradient norm.
+    GATHER_WAIT: gathering parameters, as far as no computation hides it.
+    COLLECTIVE_WAIT: what every rank waits for: the gradient norm.
     EXPERT_WAIT: tokens on their way to experts and back, as far as no computation hides it.
     OFFLOAD_WAIT: activations on their way: out, before a forward that has no room, or back, before their backward.
-    REDUCE: reducing gradients over the copies of a stage and over both ends of a tie.
+    REDUCE: reducing gradients over the copies of a stage and over both ends of a tie, as far as it is waited for.
     OPTIMIZER: clipping, the update, and publishing the new parameters.
     """
 
@@ -42,6 +44,7 @@ class Activity(StrEnum):
     WEIGHT_GRADIENT = "W"
     RECEIVE_WAIT = "receive_wait"
     SEND_WAIT = "send_wait"
+    GATHER_WAIT = "gather_wait"
     COLLECTIVE_WAIT = "collective_wait"
     EXPERT_WAIT = "expert_wait"
     OFFLOAD_WAIT = "offload_wait"

@@ -88,7 +88,7 @@ class _SplitForward:
         layer, sink = self._layer, self.sink
         if sink is not None and len(args) == 1 and not kwargs and _is_plain(layer, args[0]):
             weight, bias = cast("tuple[nn.Parameter, nn.Parameter | None]", (layer.weight, layer.bias))
-            return split_linear(args[0], weight, bias, sink)
+            return split_linear(args[0], weight, bias, sink, is_kept=True)
         return type(layer).forward(layer, *args, **kwargs)
 
     def __reduce__(self) -> tuple[type[_SplitForward], tuple[nn.Linear]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class Handlers:
         catching = nullcontext()
         if offloader is not None and torch.is_grad_enabled():
             catching = offloader.catching(stage.index, microbatch)
-        with catching:
+        with self._running(operation), catching:
             outputs = stage.forward(microbatch, inputs)
             if operation.is_last:
                 self._loss(stage, microbatch, outputs)
@@ -173,14 +173,22 @@ class Handlers:
 
     def _run_backward(self, operation: Operation, grads: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         stage, microbatch = operation.stage, operation.microbatch
-        if operation.action.kind is Kind.I:
-            return stage.backward(microbatch, grads, defer=True)
-        if not self._fills(stage):
-            return stage.backward(microbatch, grads, defer=False)
-        grad_inputs = stage.backward(microbatch, grads, defer=True)
-        self._count_held(0)
-        stage.weight_backward(microbatch)
-        return grad_inputs
+        with self._running(operation):
+            if operation.action.kind is Kind.I:
+                return stage.backward(microbatch, grads, defer=True)
+            if not self._fills(stage):
+                return stage.backward(microbatch, grads, defer=False)
+            grad_inputs = stage.backward(microbatch, grads, defer=True)
+            self._count_held(0)
+            stage.weight_backward(microbatch)
+            return grad_inputs
+
+    def _running(self, operation: Operation) -> AbstractContextManager[None]:
+        """The stage's parameters know what runs within."""
+        stage = operation.stage
+        return stage.parameters.running(
+            operation.action.kind, stage.index, operation.microbatch, self.recorder
+        )
 
     def _fills(self, stage: Stage) -> bool:
         """Whether a full backward of `stage` puts its weight gradients off to where it waits for tokens."""
@@ -218,7 +226,8 @@ class Handlers:
 
     def _weight(self, operation: Operation) -> None:
         begin = self.recorder.now()
-        operation.stage.weight_backward(operation.microbatch)
+        with self._running(operation):
+            operation.stage.weight_backward(operation.microbatch)
         self.recorder.add(Activity.WEIGHT_GRADIENT, operation.stage.index, operation.microbatch, begin)
 
     def _send_activation(self, operation: Operation) -> None:
@@ -256,13 +265,13 @@ class Handlers:
 
     def _unshard(self, operation: Operation) -> None:
         begin = self.recorder.now()
-        operation.stage.parameters.unshard()
-        self.recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
+        operation.stage.parameters.unshard(operation.passes)
+        self.recorder.add(Activity.GATHER_WAIT, operation.stage.index, None, begin)
 
     def _reshard(self, operation: Operation) -> None:
         begin = self.recorder.now()
         operation.stage.parameters.reshard()
-        self.recorder.add(Activity.COLLECTIVE_WAIT, operation.stage.index, None, begin)
+        self.recorder.add(Activity.GATHER_WAIT, operation.stage.index, None, begin)
 
     def _reduce_grad(self, operation: Operation) -> None:
         begin = self.recorder.now()
@@ -280,4 +289,4 @@ class Handlers:
     def _wait_unshard(self, stage: Stage, microbatch: int) -> None:
         begin = self.recorder.now()
         if stage.parameters.wait_unshard():
-            self.recorder.add(Activity.COLLECTIVE_WAIT, stage.index, microbatch, begin)
+            self.recorder.add(Activity.GATHER_WAIT, stage.index, microbatch, begin)

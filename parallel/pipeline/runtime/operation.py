@@ -36,6 +36,7 @@ class Operation:
 
     peer: the rank of the neighbouring stage that the action's result goes to or comes from; itself where there is
     none. channel: of a send or a receive. halves: of a pair, the forward and the backward.
+    passes: of an UNSHARD, see `passes_after`.
     """
 
     run: Callable[[Operation], None]
@@ -48,6 +49,7 @@ class Operation:
     is_peer_here: bool
     channel: Channel
     halves: tuple[Operation, ...]
+    passes: tuple[Kind, ...] = ()
 
 
 def bind(
@@ -57,8 +59,9 @@ def bind(
     rank: int,
     stages: Mapping[int, Stage],
     handlers: Mapping[Kind, Callable[[Operation], None]],
+    passes: tuple[Kind, ...] = (),
 ) -> Operation:
-    """`action` of `rank`, with all that can be known before the step."""
+    """`action` of `rank`, with all that can be known before the step; passes: of an UNSHARD."""
     index, microbatch = action.stage, -1 if action.microbatch is None else action.microbatch
     neighbour = index + _STEP_TO_NEIGHBOUR.get(action.kind, 0)
     peer = rank
@@ -79,7 +82,24 @@ def bind(
         halves=tuple(
             bind(schedule, part, rank=rank, stages=stages, handlers=handlers) for part in action.parts
         ),
+        passes=passes,
     )
+
+
+def passes_after(actions: Sequence[Action]) -> dict[int, tuple[Kind, ...]]:
+    """By the index of each UNSHARD of a rank's list: the actions that read the weights until the RESHARD, by kind."""
+    found: dict[int, list[Kind]] = {}
+    since: dict[int, int] = {}
+    for index, action in enumerate(actions):
+        if action.kind is Kind.UNSHARD:
+            since[action.stage] = index
+            found[index] = []
+        elif action.kind is Kind.RESHARD:
+            since.pop(action.stage, None)
+        for leaf in action.leaves:
+            if leaf.kind in (Kind.F, Kind.B, Kind.I) and leaf.stage in since:
+                found[since[leaf.stage]].append(leaf.kind)
+    return {index: tuple(kinds) for index, kinds in found.items()}
 
 
 def half_of(

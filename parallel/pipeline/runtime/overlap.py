@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder
 
@@ -246,8 +247,8 @@ class _Worker:
 def _carry_state() -> Callable[[Callable[[], None]], None]:
     """This thread's torch state, taken now, for a function that is to run in another thread.
 
-    Gradient and inference mode, autocast, the current stream, context variables. Modes that intercept operators
-    (FLOP counters, say) stay behind: they see the forward half only.
+    Gradient and inference mode, autocast, the current stream, context variables, and modes that intercept operators
+    (counters of FLOPs or memory), which see both halves in turns.
     """
     context = contextvars.copy_context()
     is_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -258,6 +259,7 @@ def _carry_state() -> Callable[[Callable[[], None]], None]:
         (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in device_types
     ]
     keeps_casts = torch.is_autocast_cache_enabled()
+    modes = list(_get_current_dispatch_mode_stack())
 
     def run(function: Callable[[], None]) -> None:
         # Not `torch.autocast`: leaving it would empty the cache of casts, which all threads share.
@@ -269,7 +271,10 @@ def _carry_state() -> Callable[[Callable[[], None]], None]:
             torch.inference_mode(is_inference),
             torch.set_grad_enabled(is_grad),
             nullcontext() if stream is None else torch.cuda.stream(stream),
+            ExitStack() as stack,
         ):
+            for mode in modes:
+                stack.enter_context(mode)
             context.run(function)
 
     return run

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
 from counterflow.parallel.groups import destroy_group, new_group
+from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.pipeline.ir.action import SENDS, Kind, Schedule
 from counterflow.parallel.pipeline.ir.dependencies import channel_of
 from counterflow.parallel.pipeline.runtime.payload import Payload
@@ -228,7 +229,7 @@ class Transport:
         """
         for group in (self._group, self._reverse_group):
             if group is not None and group.size() > 1:
-                all_reduce(torch.zeros((), device=self.device), Axis(group=group))
+                all_reduce(torch.zeros((), device=self.device), Axis(group=group, name="pipeline"))
         if self.device.type != "cuda" or self._group is None:
             return
         for source, destination, channel in channels_of(schedule):
@@ -236,7 +237,7 @@ class Transport:
                 ranks = [dist.get_global_rank(self._group, rank) for rank in (source, destination)]
                 group = new_group(ranks, f"pipeline {source} to {destination}: {channel}")
                 self._own[source, destination, channel] = group
-                all_reduce(torch.zeros((), device=self.device), Axis(group=group))
+                all_reduce(torch.zeros((), device=self.device), Axis(group=group, name="pipeline"))
 
     def close(self) -> None:
         """Destroy the communicators that `connect` made, and let go of the others."""
@@ -366,9 +367,10 @@ class Transport:
         if self._payload is not None:
             receipt.specs = specs
             specs = tuple(TensorSpec(*self._payload.on_wire(*spec)) for spec in specs)
-        receipt.tensors = tuple(
-            torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
-        )
+        with memory_of("messages"):
+            receipt.tensors = tuple(
+                torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs
+            )
         receipt.works = [
             self._irecv(piece, receipt)
             for tensor in receipt.tensors

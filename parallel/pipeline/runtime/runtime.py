@@ -30,6 +30,7 @@ from counterflow.parallel.pipeline.runtime.operation import (
     StepState,
     as_tuple,
     bind,
+    passes_after,
     random_state,
     set_random_state,
     split_microbatches,
@@ -132,6 +133,8 @@ class Runtime:
             logger.warning("%s", reason)
         self._uniform_shapes, self._on_unreached = uniform_shapes, on_unreached
         self._is_broken = self._is_closed = False
+        # Called ahead of each action, by who counts what it takes.
+        self.observe: Callable[[object], None] | None = None
         self._reschedule = reschedule
         self._schedules = {schedule.num_microbatches: schedule}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -306,7 +309,7 @@ class Runtime:
             raise
         if share_losses and self.group is not None and self.transport.size > 1:
             with recorder.record(Activity.COLLECTIVE_WAIT):
-                all_reduce(step.losses, Axis(group=self.group))
+                all_reduce(step.losses, Axis(group=self.group, name="pipeline"))
         if self._on_unreached is not None and torch.is_grad_enabled():
             with recorder.record(Activity.COLLECTIVE_WAIT):
                 self._on_unreached(self._unreached(schedule))
@@ -320,7 +323,7 @@ class Runtime:
         passes_on = torch.zeros(schedule.num_stages, device=self.device)
         for index, stage in self.stages.items():
             passes_on[index] = stage.passes_on
-        all_reduce(passes_on, Axis(group=self.group))
+        all_reduce(passes_on, Axis(group=self.group, name="pipeline"))
         flags = cast("list[float]", passes_on.tolist())  # pyright: ignore[reportUnknownMemberType]
         return range(max((index for index in range(1, len(flags)) if not flags[index]), default=0))
 
@@ -347,6 +350,8 @@ class Runtime:
 
     def _do(self, schedule: Schedule, operations: Sequence[Operation]) -> None:
         for operation in operations:
+            if self.observe is not None:
+                self.observe(operation.action)
             try:
                 operation.run(operation)
             except Exception as error:
@@ -401,14 +406,23 @@ class Runtime:
     def _operations_of(self, schedule: Schedule) -> tuple[Operation, ...]:
         """This rank's actions with all that can be known before the step, looked up once for each schedule."""
         if id(schedule) not in self._operations:
+            actions = schedule.actions[self.rank]
+            passes = passes_after(actions)
             made = tuple(
-                self._operation(schedule, each)
-                for action in schedule.actions[self.rank]
+                self._operation(schedule, each, passes.get(index, ()))
+                for index, action in enumerate(actions)
                 for each in ((action,) if self._overlaps else action.leaves)
             )
             # The schedule is kept with them: its id must not be given to another.
             self._operations[id(schedule)] = (schedule, made)
         return self._operations[id(schedule)][1]
 
-    def _operation(self, schedule: Schedule, action: Action) -> Operation:
-        return bind(schedule, action, rank=self.rank, stages=self.stages, handlers=self._handlers.table)
+    def _operation(self, schedule: Schedule, action: Action, passes: tuple[Kind, ...] = ()) -> Operation:
+        return bind(
+            schedule,
+            action,
+            rank=self.rank,
+            stages=self.stages,
+            handlers=self._handlers.table,
+            passes=passes,
+        )

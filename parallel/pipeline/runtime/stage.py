@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from counterflow.parallel.ops.weight_grad import WeightGradStore
-from counterflow.parallel.pipeline.gradient_sum import GradientSum
+from counterflow.parallel.pipeline.ir.action import Kind
+from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.pipeline.runtime.adoption import Adoption, adopt, release
 from counterflow.parallel.pipeline.runtime.boundary import (
     Entrance,
@@ -40,8 +40,14 @@ class StageParameters(Protocol):
         """Zero the accumulated gradients."""
         ...
 
-    def unshard(self) -> None:
-        """UNSHARD: start gathering the whole parameters."""
+    def running(
+        self, kind: Kind, stage: int, microbatch: int, recorder: Recorder
+    ) -> AbstractContextManager[None]:
+        """An F, B, I or W of `stage` runs within; what it waits for goes to `recorder`."""
+        ...
+
+    def unshard(self, passes: Sequence[Kind] = ()) -> None:
+        """UNSHARD: start gathering the parameters. passes: what reads them before the next RESHARD, in order."""
         ...
 
     def wait_unshard(self) -> bool:
@@ -60,78 +66,13 @@ class StageParameters(Protocol):
         """Return once the reduced gradients are here."""
         ...
 
-
-# Where a tensor keeps what watches its gradient.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-class PlainParameters:
-    """Parameters as the user's module holds them: gradients in `.grad`, summed over `mirror` where given.
-
-    A parameter without part in a step keeps the gradient it had, None mostly, as in plain torch.
-    mirror: the group of ranks with a copy of this stage (two-copy schedules).
-    apart: parameters that other stages of this rank hold as well; the last of those stages has them as `shared`, and
-        sums them over `mirror` when all have added their parts.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        mirror: dist.ProcessGroup | None = None,
-        *,
-        apart: Collection[nn.Parameter] = (),
-        shared: Collection[nn.Parameter] = (),
-    ) -> None:
-        others = {id(parameter) for parameter in apart}
-        own = [parameter for parameter in module.parameters() if id(parameter) not in others]
-        self._parameters = (*own, *shared)
-        self._without: list[nn.Parameter] = []
-        self._own = None if mirror is None else GradientSum(own, mirror)
-        self._shared = None if mirror is None or not shared else GradientSum(shared, mirror)
-
-    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
-
-    def is_watched(self, parameter: nn.Parameter) -> bool:
-        return any(bool(getattr(parameter, hooks, None)) for hooks in _HOOKS)
-
-    def begin_step(self) -> None:
-        """Gradients accumulate until the user's optimizer zeroes them, as in plain torch."""
-        self._without = [parameter for parameter in self._parameters if parameter.grad is None]
-        for total in (self._own, self._shared):
-            if total is not None:
-                total.begin()
-
-    def unshard(self) -> None: ...
-
-    def wait_unshard(self) -> bool:
-        return False
-
-    def reshard(self) -> None: ...
-
-    def reduce_grad(self) -> None:
-        if self._own is not None:
-            self._own.start()
-
-    def finish_step(self) -> None:
-        if self._own is not None:
-            self._own.finish()
-        if self._shared is not None:
-            self._shared.start()
-            self._shared.finish()
-
-    def forget_zeros(self) -> None:
-        """After a step whose loss does not depend on the stage: gradients that are zero are none, as in plain torch."""
-        for parameter in self._without:
-            grad = parameter.grad
-            if grad is not None and not grad.is_sparse and not grad.any():
-                parameter.grad = None
+    def discard(self) -> None:
+        """Forget what is under way, after a step that failed or was taken back."""
+        ...
 
     def close(self) -> None:
-        """Let go of the mirror's group."""
-        self._own = self._shared = None
+        """Let go of the module and of groups; the stage runs no more."""
+        ...
 
 
 @dataclass(slots=True)
@@ -267,13 +208,15 @@ class Stage:
         return self.weight_grads.run_so_far(microbatch)
 
     def discard(self) -> None:
-        """Drop every micro-batch in flight, after a step that failed."""
+        """Drop every micro-batch in flight, after a step that failed or was taken back."""
         self._in_flight.clear()
+        self.parameters.discard()
         self.weight_grads.discard()
 
     def close(self) -> None:
         """Give the module's layers their own forward back; the stage runs no more."""
         self.discard()
+        self.parameters.close()
         release(self.module, self.weight_grads)
 
 

@@ -65,12 +65,15 @@ class ScheduleDefinition:
     """A schedule by name. Every module of this package that has a `SCHEDULE` adds one.
 
     title: for tables. summary: one line for the help and for the choice of the config. paper: its source; empty: none.
+    alternates: whether a pipeline of one rank has one micro-batch under way at a time, each forward followed by its
+        whole backward, as DeepSpeed's engine needs it.
     """
 
     name: str
     title: str
     summary: str
     paper: str = ""
+    alternates: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

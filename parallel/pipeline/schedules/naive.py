@@ -35,6 +35,7 @@ SCHEDULE = GeneratedSchedule(
     name="naive",
     title="naive schedule",
     summary="one micro-batch at a time through all stages: the baseline that the others improve on",
+    alternates=True,
     generate=naive,
     formula=Formula(text="(PP-1) m (F+B)", of=_bubble),
 )

@@ -40,6 +40,7 @@ SCHEDULE = GeneratedSchedule(
     title="1F1B",
     summary="one forward, one backward: memory that does not grow with the number of micro-batches",
     paper="Narayanan et al., arXiv 2006.09503",
+    alternates=True,
     generate=one_f_one_b,
     formula=Formula(text="(PP-1)(F+B)", of=_bubble),
     torch_name="Schedule1F1B",

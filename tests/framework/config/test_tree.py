@@ -113,7 +113,10 @@ def test_a_group_is_not_a_value() -> None:
         ("parallel.tensor_parralel_size", "did you mean parallel.tensor_parallel_size?"),
         ("optimizer.lr", "did you mean optimizer.base_lr?"),
         ("shedule", "did you mean schedule?"),
-        ("zero.xyz", "zero has stage, engine, offload_parameters, reshard_after"),
+        (
+            "zero.xyz",
+            "zero has stage, engine, units, prefetch_units, reshard_after, reduce, shard_size, offload_parameters",
+        ),
         ("qqqq", "`counterflow train --cfg job` prints every key"),
     ],
 )

@@ -101,8 +101,27 @@ def write(path: Path, content: str | bytes) -> str:
             '{"text": "a"}\n{"body": "b", "n": 1}\n',
             r"x\.jsonl:2 has no text in field 'text' .*body, n",
         ),
-        ("x.jsonl", '{"text": 3}\n', r"x\.jsonl:1 has no text in field 'text'.*set data\.text_field"),
-        ("x.jsonl", '["a"]\n', r"x\.jsonl:1 has no text .*found: list"),
+        (
+            "x.jsonl",
+            '{"text": 3}\n',
+            r"x\.jsonl:1 has a number in field 'text', where its text .*leave the line out",
+        ),
+        ("x.jsonl", '{"text": null}\n', r"x\.jsonl:1 has null in field 'text', where"),
+        ("x.jsonl", '{"text": {"a": "b"}}\n', r"x\.jsonl:1 has an object in field 'text', where"),
+        (
+            "x.jsonl",
+            '["a"]\n',
+            r"x\.jsonl:1 is a list: a \.jsonl file has one JSON object a line, with its text",
+        ),
+        ("x.jsonl", "true\n", r"x\.jsonl:1 is true: a \.jsonl file has one JSON object a line"),
+        ("x.jsonl", "{}\n", r"x\.jsonl:1 has no text in field 'text' \(found: no fields\)"),
+        (
+            "x.jsonl",
+            '{"text": "a"}\r{"text": "b"}\r',
+            r"x\.jsonl:1 is not JSON .*carriage returns within; end the",
+        ),
+        ("x.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), r"x\.jsonl:1 is not JSON .*binary data or UTF-16"),
+        ("x.txt", "text".encode("utf-32"), r"x\.txt is UTF-32: convert it to UTF-8"),
         ("x.txt", b"caf\xe9\n", r"x\.txt is not UTF-8 text \(byte 0xe9.*convert it"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"x\.jsonl:2 is not UTF-8 text \(byte 0xe9"),
         ("x.jsonl", b'\xef\xbb\xbf{"text": "\xe9"}\n', r"x\.jsonl:1 is not UTF-8 text \(byte 0xe9"),
@@ -142,6 +161,16 @@ def test_text_is_the_same_whatever_file_it_comes_from(tmp_path: Path, name: str,
         content = mark + text
     (found,) = documents(DataConfig(sources=(write(tmp_path / name, content),)))
     assert found.text == BODY
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "latest", "latest.2024"])
+def test_records_are_read_as_records_whatever_leads_to_them(tmp_path: Path, name: str) -> None:
+    """A link without a suffix that says what it is leads to a file with one."""
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"text": "one"}\n')
+    (tmp_path / name).symlink_to(file)
+    (found,) = documents(DataConfig(sources=(str(tmp_path / name),)))
+    assert found.text == "one"
 
 
 def test_separators_of_other_kinds_stay(tmp_path: Path) -> None:

@@ -182,6 +182,29 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
             listed(tmp_path)
 
 
+def test_a_source_in_a_folder_that_may_not_be_entered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        patch.setattr(os, "lstat", refuse)
+        with pytest.raises(
+            ValueError, match=r"closed/a cannot be read \(Permission denied\): make it readable"
+        ):
+            list_files(DataConfig(sources=(str(tmp_path / "closed" / "a"),)))
+
+
+def test_a_hard_link_is_a_file_of_its_own_as_a_copy_is(tmp_path: Path) -> None:
+    """Copying a folder makes copies of hard links, and the corpus is to stay the same."""
+    for folder, second in (("linked", os.link), ("copied", shutil.copy)):
+        tree(tmp_path / folder / "corpus", {"a.txt": "a"})
+        second(tmp_path / folder / "corpus" / "a.txt", tmp_path / folder / "corpus" / "b.txt")
+    assert listed(tmp_path / "linked" / "corpus") == listed(tmp_path / "copied" / "corpus")
+
+
 def test_deep_folders_are_walked_or_named(tmp_path: Path) -> None:
     """Deeper than Python recurses, and then longer than a path may be."""
     here = os.open(tmp_path, os.O_RDONLY)

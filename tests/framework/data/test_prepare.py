@@ -451,7 +451,7 @@ from counterflow.framework.data import prepare
 from counterflow.framework.data.config import DataConfig, TokenizerConfig
 seen = []
 prepared = prepare.prepare(
-    DataConfig(cache_dir=sys.argv[1], max_bytes=4_000_000), TokenizerConfig(vocab_size=1000),
+    DataConfig(cache_dir=sys.argv[1], max_bytes=1_000_000), TokenizerConfig(vocab_size=500),
     progress=lambda what, share: seen.append(what),
 )
 print("built" if "encoding the corpus" in seen else "waited", prepared.content_hash)

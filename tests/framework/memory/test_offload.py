@@ -68,8 +68,8 @@ def assert_no_bit_changes(
     expected = ranks.run(trained, size, config, run)
     for offload in offloads:
         changed = replace(config, offload=offload)
-        room = Workload(changed, vocab_size=321, on_cpu=True).room
-        assert room is not None
+        budget = Workload.of(changed, data_vocab_size=321, device_type="cpu").activation_budget
+        assert budget is not None
         found = ranks.run(trained, size, changed, run)
         for (of_rank, _), (others, reports) in zip(expected, found, strict=True):
             assert len(of_rank) > 2 * NUM_STEPS
@@ -78,7 +78,7 @@ def assert_no_bit_changes(
             # In the first step it is not seen yet that tables are shared.
             report = reports[-1]
             assert report.out_bytes == report.back_bytes
-            assert 0 < report.peak_bytes <= room.budget_bytes
+            assert 0 < report.peak_bytes <= budget.budget_bytes
         assert any(reports[-1].out_bytes for _, reports in found)
 
 
@@ -182,7 +182,7 @@ def test_no_bit_changes_anywhere(
     for share in (0.9, 0.7, 0.5):
         changed = replace(config, offload=offload_of(policy, tier, share, tmp_path))
         try:
-            Workload(changed, vocab_size=321, on_cpu=True).schedule(8)
+            Workload.of(changed, data_vocab_size=321, device_type="cpu").schedule(8)
         except ValueError:
             continue
         found = ranks.run(trained, size, changed, run)
@@ -223,10 +223,10 @@ def test_the_record_says_what_was_moved(ranks: RankPool, tiny_data: PreparedData
 def test_without_a_budget_nothing_is_built(tmp_path: Path) -> None:
     config = tiny_config(schedule="1f1b", pp=2)
     unlimited = replace(config, offload=OffloadConfig(policy="schedule", tier="disk", folder=str(tmp_path)))
-    assert Workload(unlimited).room is None
-    assert Workload(unlimited).schedule(4) == Workload(config).schedule(4)
+    assert Workload.of(unlimited).activation_budget is None
+    assert Workload.of(unlimited).schedule(4) == Workload.of(config).schedule(4)
     limited = replace(config, offload=OffloadConfig(policy="schedule", budget_share=0.8))
-    kinds = {action.kind for actions in Workload(limited).schedule(4).actions for action in actions}
+    kinds = {action.kind for actions in Workload.of(limited).schedule(4).actions for action in actions}
     assert kinds >= {Kind.OFFLOAD, Kind.RELOAD}
 
 

@@ -212,7 +212,7 @@ def test_what_is_told_before_ranks_start_is_what_ranks_do() -> None:
         parallel={"expert_parallel_size": 2},
     )
     named = build_schedule(config.schedule, config.parallel)
-    executed = Workload(config).schedule(config.schedule.num_microbatches)
+    executed = Workload.of(config).schedule(config.schedule.num_microbatches)
     most = max(peak_activation_bytes(config, executed, {}, vocab_size=321, on_cpu=True))
     assert max(peak_activation_bytes(config, named, {}, vocab_size=321, on_cpu=True)) < most
     config = replace(config, recompute=RecomputeConfig(mode="auto", budget_bytes=most - 1))

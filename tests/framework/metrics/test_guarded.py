@@ -67,6 +67,19 @@ def test_what_cannot_be_opened_takes_nothing(caplog: pytest.LogCaptureFixture) -
             assert "home directory" in failures_of([sink])["x"]
 
 
+def test_a_failure_does_not_tell_what_is_hidden() -> None:
+    def broken() -> Notebook:
+        raise OSError("/vault/runs: no room")
+
+    hidden = {"/vault/runs": "${oc.env:RUNS}"}
+    for sink in (
+        GuardedSink("x", broken, hidden=hidden),
+        BackgroundSink("x", broken, timeout_s=9, hidden=hidden),
+    ):
+        sink.close("finished")
+        assert failures_of([sink]) == {"x": "OSError: ${oc.env:RUNS}: no room"}
+
+
 def test_a_hanging_sink_is_given_up_and_never_waited_for() -> None:
     inner = Notebook(waits_at=0)
     sink = BackgroundSink("x", lambda: inner, timeout_s=0.2)

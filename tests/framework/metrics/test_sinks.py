@@ -26,6 +26,7 @@ from counterflow.framework.metrics.guarded import BackgroundSink
 from counterflow.framework.metrics.sinks import (
     JsonlSink,
     WandbSink,
+    _home_for_wandb,  # pyright: ignore[reportPrivateUsage]
     failures_of,
     log_picture,
     open_sinks,
@@ -344,3 +345,19 @@ def test_an_upload_that_does_not_end_is_left_to_sync(
     closed.set()
     assert f"wandb sync {sink.folder}" in caplog.text
     finish()
+
+
+def test_the_service_of_wandb_is_told_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at HOME alone; without one it prints its log behind everything else."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("WANDB_CACHE_DIR", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    assert _home_for_wandb(tmp_path / "run") == {"HOME": str(tmp_path)}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _home_for_wandb(tmp_path / "run") == {}
+    for home in ("", "/nowhere"):
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setattr(Path, "home", lambda: Path("/nowhere"))
+        assert _home_for_wandb(tmp_path / "run")["WANDB_CACHE_DIR"] == str(
+            tmp_path / "run" / "wandb" / "cache"
+        )

@@ -34,7 +34,7 @@ from counterflow.framework.trainer.checkpointing import resume, save_if_due
 from counterflow.framework.trainer.loop import seed_everything, train
 from counterflow.framework.trainer.run import RunContext
 from tests.rank_pool import RankPool
-from tests.tiny import MIXTURES, merged, run_context, tiny_config
+from tests.tiny import MIXTURES, merged, run_context, tiny_config, with_few_layers
 
 WINDOW = (1.0, 2.0, 3.0, 4.0, 100.0)  # median 3; distances 2, 1, 0, 1, 97: their median is 1
 
@@ -233,7 +233,9 @@ def test_a_step_that_is_not_finite_is_skipped_as_if_its_batch_had_not_been(
     """The loss of step 2, or one rank's gradient, is NaN: losses, held-out loss and state are those of data without
     that batch."""
     spoils_losses = name in ("experts", "compressed", "warming up", "powersgd")
-    layout = merged(LAYOUTS[name], {"optimizer": CONSTANT, "skip_step": {"skip_non_finite": True}})
+    layout = merged(
+        with_few_layers(LAYOUTS[name]), {"optimizer": CONSTANT, "skip_step": {"skip_non_finite": True}}
+    )
     config = tiny_config(**layout, training={"num_steps": 6, "eval_interval_steps": 0})
     lacking = replace(config, training=replace(config.training, num_steps=5))
     size, run = config.parallel.world_size, run_context(tiny_data, tmp_path)
@@ -272,6 +274,7 @@ def test_an_outlier_is_skipped_and_what_was_skipped_survives_a_checkpoint(
         pp=2,
         dp=2,
         zero=1,
+        model={"num_layers": 2},
         training={"num_steps": 10, "eval_interval_steps": 0},
         skip_step={"max_norm_z": 20.0, "min_steps": 4, "window_steps": 8},
         checkpoint={"enabled": True, "interval_steps": 6},

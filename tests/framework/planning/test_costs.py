@@ -101,7 +101,7 @@ def test_recomputation_is_a_cost_of_the_simulation() -> None:
     """By FLOPs: of two equal stages all of the first is run again, and of the second all but the head."""
     config = tiny_config(pp=2, recompute={"mode": "full"})
     schedule = build_schedule(config.schedule, config.parallel)
-    costs = schedule_costs(Workload(config), schedule)
+    costs = schedule_costs(Workload.of(config), schedule)
     assert isinstance(costs.recompute, tuple)
     assert costs.recompute[0] == 1.0
     cut = partition(config.model, 2, seq_length=16, vocab_size=321)[1]
@@ -110,5 +110,5 @@ def test_recomputation_is_a_cost_of_the_simulation() -> None:
     assert costs.of_kind(Kind.I, 0) == 2.0
     assert costs.of_kind(Kind.W, 0) == 1.0
     given = replace(config, schedule=replace(config.schedule, costs=CostsConfig(recompute=0.5)))
-    assert schedule_costs(Workload(given), schedule).recompute == 0.5
-    assert schedule_costs(Workload(tiny_config(pp=2)), schedule).recompute == 0.0
+    assert schedule_costs(Workload.of(given), schedule).recompute == 0.5
+    assert schedule_costs(Workload.of(tiny_config(pp=2)), schedule).recompute == 0.0

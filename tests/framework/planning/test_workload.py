@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def test_a_budget_holds_for_the_steps_of_a_ramp(
         training={"num_steps": 5, "batch_ramp": RAMP},
         offload={"policy": "schedule", "budget_share": 0.4, "min_bytes": 0},
     )
-    workload = Workload(config)
+    workload = Workload.of(config)
     kinds = {
         size: {action.kind for actions in workload.schedule(size).actions for action in actions}
         for size in workload.sizes
@@ -102,10 +102,10 @@ def test_a_budget_holds_for_the_steps_of_a_ramp(
     plain, _ = ranks.run(run_steps, 2, replace(config, offload=OffloadConfig()), run)[0]
     assert {record.num_microbatches for record in records} == {2, 4, 6, 8}
     assert [record.loss for record in records] == [record.loss for record in plain]
-    assert workload.room is not None
+    assert workload.activation_budget is not None
     for record in records[1:]:  # in the first step it is not seen yet that tables are shared
         assert record.offload is not None
-        assert max(record.offload.peak_bytes) <= workload.room.budget_bytes
+        assert max(record.offload.peak_bytes) <= workload.activation_budget.budget_bytes
 
 
 def test_a_budget_holds_for_documents(
@@ -128,13 +128,13 @@ def test_a_budget_holds_for_documents(
 def test_one_recomputation_keeps_every_step_within_its_budget() -> None:
     """Layers recompute the same in all steps, so the plan is for the largest; it is refused before ranks start."""
     nodes: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "num_microbatches": 2, "data": DOCUMENTS}
-    plain = Workload(tiny_config(**nodes), on_cpu=True)
+    plain = Workload.of(tiny_config(**nodes), device_type="cpu")
     most = {size: max(plain.peak_activation_bytes(plain.executed(size))) for size in plain.sizes}
     assert max(most, key=lambda size: most[size]) > 2
     budget = round(0.7 * max(most.values()))
     assert most[2] < budget
     config = tiny_config(**nodes, recompute={"mode": "auto", "budget_bytes": budget})
-    workload = Workload(config, on_cpu=True)
+    workload = Workload.of(config, device_type="cpu")
     assert workload.recompute_plan
     for size in workload.sizes:
         assert max(workload.peak_activation_bytes(workload.executed(size))) <= budget
@@ -145,7 +145,7 @@ def test_one_recomputation_keeps_every_step_within_its_budget() -> None:
 def test_a_budget_is_held_against_the_vocabulary_of_the_data() -> None:
     """The logits of a larger vocabulary are part of what the last stage works on."""
     config = tiny_config(pp=2, schedule="gpipe", num_microbatches=8)
-    small = Workload(config, on_cpu=True)
+    small = Workload.of(config, device_type="cpu")
     peak = max(small.peak_activation_bytes(small.executed(8)))
     config = tiny_config(
         pp=2, schedule="gpipe", num_microbatches=8, offload={"policy": "schedule", "budget_bytes": peak // 2}
@@ -159,10 +159,10 @@ def test_a_budget_is_held_against_the_vocabulary_of_the_data() -> None:
 
 def test_what_is_advised_is_enough_for_every_step() -> None:
     nodes: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "num_microbatches": 8, "data": DOCUMENTS}
-    workload = Workload(tiny_config(**nodes, offload={"policy": "schedule", "budget_share": 0.9}))
-    room = workload.room
-    assert room is not None
-    least = max(least_budget_bytes(workload.executed(size), room.sizes) for size in workload.sizes)
+    workload = Workload.of(tiny_config(**nodes, offload={"policy": "schedule", "budget_share": 0.9}))
+    budget = workload.activation_budget
+    assert budget is not None
+    least = max(least_budget_bytes(workload.executed(size), budget.sizes) for size in workload.sizes)
     with pytest.raises(ConfigError, match=rf"set offload\.budget_bytes={least} or more"):
         tiny_config(**nodes, offload={"policy": "schedule", "budget_bytes": least - 1})
     tiny_config(**nodes, offload={"policy": "schedule", "budget_bytes": least})
@@ -182,3 +182,17 @@ def test_a_wide_range_of_documents_is_checked_in_bounded_time() -> None:
         len(sizes) - 3
     )
     assert step_sizes(config) == (4, *range(10, 1 + step_sizes(config)[-1]))
+
+
+def test_a_workload_is_a_record_whose_parts_are_made_once() -> None:
+    config = tiny_config(pp=2, offload={"policy": "schedule", "budget_share": 0.9})
+    workload = Workload.of(config, data_vocab_size=300, device_type="cpu")
+    assert workload == Workload(config=config, vocab_size=300, device_type="cpu")
+    assert Workload.of(config).vocab_size == config.tokenizer.vocab_size
+    given = replace(config, model=replace(config.model, vocab_size=400))
+    assert Workload.of(given, data_vocab_size=300).vocab_size == 400
+    with pytest.raises(FrozenInstanceError):
+        workload.vocab_size = 1  # type: ignore[misc]
+    assert workload.schedule(4) is workload.schedule(4)
+    assert workload.recompute_plan is workload.recompute_plan
+    assert workload.activation_budget is workload.activation_budget is not None

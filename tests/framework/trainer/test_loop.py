@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,15 @@ def test_a_diverged_run_stops_and_keeps_its_sound_checkpoint(
     with pytest.raises(AssertionError, match="FloatingPointError: the gradient norm is nan after 1 steps"):
         ranks.run(losses_and_norms, 1, config, run_context(tiny_data, tmp_path), None)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_rank_imports_what_it_uses() -> None:
+    """Each rank of a cluster pays for its own imports: torch.compile, DTensor and pictures cost more than torch."""
+    code = (
+        "import sys; from counterflow.framework.trainer.loop import seed_everything\n"
+        "import torch; seed_everything(0, deterministic=True); print(*sys.modules)\n"
+        "assert torch.are_deterministic_algorithms_enabled()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    unused = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "matplotlib"}
+    assert not unused & set(done.stdout.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import zlib
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from counterflow.framework.checkpoint.manifest import CheckpointError, read_metadata, step_folder
+from counterflow.framework.checkpoint.manifest import CheckpointError, prune, read_metadata, step_folder
 from counterflow.framework.checkpoint.shard import TensorShard
 from counterflow.framework.checkpoint.storage import load, save
 from counterflow.framework.config.tree import TrainConfig
@@ -343,3 +344,15 @@ def test_the_command_line_refuses_before_a_rank_starts(
     assert main([*command, "checkpoint.allow_changes=[model.nothing]"]) == 2
     assert "model.nothing: the config has no such key" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_read_is_not_pruned(tmp_path: Path) -> None:
+    run = _run_of(tmp_path / "run", 2, 4, 6)
+    root = run / "checkpoints"
+    with contextlib.ExitStack() as holding:
+        folder, _ = agreed_checkpoint(str(step_folder(root, 2)), None, verify_checksums=True, holding=holding)
+        prune(root, keep=1)
+        assert sorted(path.name for path in root.iterdir()) == ["step-00000002", "step-00000006"]
+        load(folder, [_shard(0.0)], group=None)
+    prune(root, keep=1)
+    assert [path.name for path in root.iterdir()] == ["step-00000006"]

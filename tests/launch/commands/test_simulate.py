@@ -110,7 +110,7 @@ def test_a_large_schedule_is_proven_but_not_drawn(tmp_path: Path) -> None:
     assert result["bubble_makespan"] == pytest.approx(31 / 731)
     assert f"above {MAX_DRAWN}" in result["notes"][0]
     assert "note: 44800 actions" in text.getvalue()
-    assert "bytes on the data axis are not counted" in text.getvalue()
+    assert "not counted: the schedule has 44800 actions, above the 40000 to which" in text.getvalue()
 
 
 def test_a_searched_schedule(tmp_path: Path) -> None:
@@ -123,3 +123,13 @@ def test_a_searched_schedule(tmp_path: Path) -> None:
     assert result["schedule"] == "auto"
     assert result["notes"][0].startswith(f"auto: makespan {result['makespan']:g}")
     assert max(result["peak_activations"]) <= 3
+
+
+def test_it_is_said_why_bytes_are_not_counted(tmp_path: Path) -> None:
+    config = TrainConfig(
+        schedule=ScheduleConfig(name="1f1b", num_microbatches=8),
+        parallel=MeshConfig(pipeline_parallel_size=8, data_parallel_size=2),
+    )
+    (note,) = simulate_to(tmp_path, config, console=Console(file=io.StringIO()))["notes"]
+    assert note.startswith("bytes on the data axis are not counted: the model does not divide into")
+    assert "model.num_layers=4 gives from 1 to 6" in note

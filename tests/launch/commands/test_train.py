@@ -17,11 +17,12 @@ import yaml
 
 from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.errors import ConfigError
-from counterflow.framework.trainer.run_lock import LOCK_FILE
+from counterflow.framework.trainer.run_lock import LOCK_FILE, RunLock
 from counterflow.launch.cli import main
 from counterflow.launch.compose import compose_config
+from counterflow.launch.ranks.rounds import agent_of, keep_agents
 from counterflow.launch.runs import make_run_dir
-from tests.commands import run_command
+from tests.commands import Started, run_command
 
 _ROOT = Path(__file__).parents[3]
 _TINY = [
@@ -126,9 +127,26 @@ def test_a_folder_has_one_run_at_a_time(
     assert main(command) == 0
     err = capfd.readouterr().err
     holder = f"process {os.getpid()} on host {socket.gethostname()}"
-    assert f"error: --out {out}: {holder} writes a run there; name a new folder" in err
-    assert f"error: {out}: {holder} writes there; wait for its end, or name another folder" in err
+    assert err.count(f"error: --out {out}: {holder} writes a run there; name a new folder") == 2
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_data(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("counterflow.launch.runs.prepare_data", lambda *_, **__: pytest.fail("prepared"))
+    assert main(["train", *_TINY, "--out", str(tmp_path)]) == 2
+    assert f"error: --out {tmp_path}: it is there already and not empty" in capfd.readouterr().err
+
+
+def test_a_file_of_a_checkpoint_is_no_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").touch()
+    assert main(["train", *_TINY, f"checkpoint.resume={folder / 'metadata.json'}"]) == 2
+    told = f"it is a file, and a checkpoint is a folder; name the folder that it is in, checkpoint.resume={folder}"
+    assert told in capfd.readouterr().err
 
 
 def test_the_folder_of_a_run_that_died_at_its_start_is_taken_over(
@@ -180,7 +198,21 @@ def _joined(
     started_by: str = "torchrun",
     of_rank: tuple[str, ...] = ("seed=0", "seed=0"),
 ) -> list[tuple[int, str, str]]:
-    """Start the module once for each rank, each with an override of its own."""
+    """Start the command once for each rank, each with an override of its own."""
+    words = ["train", "--json", f"launcher.runs_dir={tmp_path}", *overrides]
+    ranks = [
+        Started(main, [*words, own], environment=environment)
+        for own, environment in zip(of_rank, _environments(started_by, len(of_rank)), strict=True)
+    ]
+    try:
+        return [rank.finish() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def _joined_as_modules(overrides: list[str], tmp_path: Path) -> list[tuple[int, str, str]]:
+    """The same as a user's torchrun does it: a new Python for each rank."""
     ranks = [
         subprocess.Popen(
             [
@@ -191,7 +223,6 @@ def _joined(
                 "--json",
                 f"launcher.runs_dir={tmp_path}",
                 *overrides,
-                own,
             ],
             cwd=_ROOT,
             env={**os.environ, **environment},
@@ -199,14 +230,15 @@ def _joined(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for own, environment in zip(of_rank, _environments(started_by, len(of_rank)), strict=True)
+        for environment in _environments("torchrun", 2)
     ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     return [(rank.returncode, out, err) for rank, (out, err) in zip(ranks, outputs, strict=True)]
 
 
 def test_joining_ranks_that_somebody_else_started(tmp_path: Path, cache: str) -> None:
-    first, second = _joined([*_TINY, cache, "parallel.data_parallel_size=2"], tmp_path)
+    overrides = [*_TINY, cache, "parallel.data_parallel_size=2"]
+    first, second = _joined_as_modules(overrides, tmp_path)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     (run_dir,) = tmp_path.iterdir()
     assert json.loads(first[1])["run_dir"] == str(run_dir)
@@ -219,6 +251,18 @@ def test_a_world_of_another_size_is_refused_by_each_rank_that_has_it(tmp_path: P
     for rank, (_, _, told) in enumerate((first, second)):
         assert f"error: rank {rank}: WORLD_SIZE=2 in the environment: this layout has 1 rank(s)" in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_joined_ranks_do_not_share_a_folder_with_another_run(tmp_path: Path) -> None:
+    """Two jobs of torchrun with one --out: the one that has the folder goes on, every rank of the other ends."""
+    out = tmp_path / "run"
+    out.mkdir()
+    with RunLock(out):
+        first, second = _joined([*_TINY, "parallel.data_parallel_size=2", "--out", str(out)], tmp_path)
+    assert (first[0], second[0]) == (2, 2)
+    assert f"error: --out {out}: process {os.getpid()} on host" in first[2]
+    assert "error:" not in second[2]
+    assert list(out.iterdir()) == []
 
 
 def test_a_mistake_that_rank_0_finds_ends_the_others(tmp_path: Path) -> None:
@@ -275,15 +319,26 @@ def test_a_restarted_job_is_refused_and_its_run_is_named(
         (tmp_path / name).mkdir()
     kept = f"20260131-120000-{digest}"  # the only one of this config with a whole checkpoint
 
-    def whole(source: str) -> Path:
-        if not source.endswith(kept):
-            raise ValueError("none")
-        return Path(source)
-
-    monkeypatch.setattr("counterflow.framework.trainer.resume_source.checkpoint_to_resume", whole)
+    monkeypatch.setattr("counterflow.launch.preflight._has_checkpoint", lambda run: run.name == kept)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(["train", *overrides]) == 2
     error = capfd.readouterr().err
     assert "TORCHELASTIC_RESTART_COUNT=1" in error
     assert f"checkpoint.resume={tmp_path / kept}" in error
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_round_that_torchrun_does_not_count_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A node left and another joined: TORCHELASTIC_RESTART_COUNT stays 0, and the store may be a new one."""
+    overrides = [*_TINY, f"launcher.runs_dir={tmp_path}"]
+    for name, value in {**_environments("torchrun", 1)[0], "TORCHELASTIC_RUN_ID": "job"}.items():
+        monkeypatch.setenv(name, value)
+    run_dir = tmp_path / f"20260131-120000-{config_hash(compose_config(overrides))[:8]}"
+    run_dir.mkdir()
+    keep_agents(run_dir, [agent_of(os.environ)])
+    assert main(["train", *overrides]) == 2
+    error = capfd.readouterr().err
+    assert f"has started these ranks before, in {run_dir}" in error
+    assert list(tmp_path.iterdir()) == [run_dir]

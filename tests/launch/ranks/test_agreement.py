@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -103,7 +104,12 @@ def _together(*ranks: Callable[[], None]) -> None:
 def _councils(folder: Path, world_size: int) -> list[Council]:
     """Ranks that speak through a store: torch's file store in place of one with a port."""
     return [
-        Council(FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size)
+        Council(
+            FileStore(str(folder / "store"), world_size),
+            rank=rank,
+            world_size=world_size,
+            where="MASTER_PORT=5",
+        )
         for rank in range(world_size)
     ]
 
@@ -140,7 +146,8 @@ def test_ranks_that_do_not_come_or_come_twice_are_named(tmp_path: Path) -> None:
     second.arrive({})
     with pytest.raises(RanksDifferError, match="RANK=1: another process of this job has been this rank"):
         second.arrive({})
-    with pytest.raises(RanksDifferError, match="rank 2 did not come to compare the configs within 0 s"):
+    told = "rank 2 did not come to compare the configs within 0 s of .* of which rank 0 waits at MASTER_PORT=5; see"
+    with pytest.raises(RanksDifferError, match=told):
         first.agree("configs", timedelta(seconds=0.2), differences)
 
 
@@ -156,3 +163,18 @@ def test_a_store_that_is_not_there_is_named() -> None:
             open_store(joined, 1.0)
         with pytest.raises(RunFailedError, match=f"MASTER_PORT={port}: no port can be opened there"):
             open_store(replace(joined, rank=0), 1.0)
+
+
+def test_secrets_are_compared_by_hash() -> None:
+    field = "https://user:{}@host/field"
+    usual, other = (
+        facts_of(
+            tiny_config(logger={"project": "hush-hush"}, data={"text_field": field.format(word)}),
+            {"hush-hush": "${oc.env:PROJECT}"},
+        )
+        for word in ("password1", "password2")
+    )
+    assert not {"hush-hush", "password1", "password2"} & set(re.findall(r"[\w-]+", str([usual, other])))
+    assert usual["logger.project"] == other["logger.project"] != "${oc.env:PROJECT}"
+    (problem,) = differences([usual, other])
+    assert problem.startswith('data.text_field: "https://user:***@host/field (sha256 ')

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[3]
+from tests.commands import Started
+from tests.launch import toy_ranks
+
 _LIMIT_S = 15.0
 _NUM_RANKS = 4
 
@@ -27,18 +28,17 @@ class Outcome:
     leftovers: list[str]
 
 
-def _marked(marker: str) -> list[str]:
-    """Command lines of the live processes that inherited this marker in their environment."""
-    found: list[str] = []
+def _left(launcher: Started, marker: str) -> list[int]:
+    """The live processes that inherited this marker in their environment, or that hold the launcher's output."""
+    found = launcher.holders()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state = (path / "stat").read_text().rpartition(")")[2].split()[0]
             environment = (path / "environ").read_bytes()
-            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
         if marker.encode() in environment and state != "Z":
-            found.append(f"{path.name} {command}")
+            found.append(int(path.name))
     return found
 
 
@@ -49,16 +49,11 @@ def _run(entry: str, folder: Path, signals: tuple[tuple[signal.Signals, bool], .
     """
     marker = f"COUNTERFLOW_TEST_MARKER={folder.name}-{time.time_ns()}"
     name, _, value = marker.partition("=")
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "tests.launch.toy_ranks", entry, str(_NUM_RANKS), str(folder)],
-        cwd=_ROOT,
-        env={**os.environ, name: value, "TORCH_CPP_LOG_LEVEL": "FATAL"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    launcher = Started(
+        toy_ranks.main,
+        [entry, str(_NUM_RANKS), str(folder)],
+        environment={name: value, "TORCH_CPP_LOG_LEVEL": "FATAL"},
     )
-    assert launcher.stdout is not None
     begin, said = time.time(), ""
     try:
         if signals:
@@ -70,19 +65,27 @@ def _run(entry: str, folder: Path, signals: tuple[tuple[signal.Signals, bool], .
             if whole_group:
                 os.killpg(launcher.pid, number)
             else:
-                launcher.send_signal(number)
+                os.kill(launcher.pid, number)
             begin = time.time()
-        out, err = launcher.communicate(timeout=100)
+        code, out, err = launcher.finish()
         begin = min((float(at) for at in re.findall(r"failing at (\S+)", out)), default=begin)
         seconds = time.time() - begin
         # Where the launcher itself was killed, the kernel ends the ranks a moment later.
-        while (left := _marked(marker)) and signals and time.time() - begin < 10:
+        while (left := _left(launcher, marker)) and signals and time.time() - begin < 10:
             time.sleep(0.05)
-        return Outcome(code=launcher.returncode, out=said + out, err=err, seconds=seconds, leftovers=left)
+        leftovers = [_command(pid) for pid in left]
+        return Outcome(code=code, out=said + out, err=err, seconds=seconds, leftovers=leftovers)
     finally:
-        for line in _marked(marker):
-            os.kill(int(line.split()[0]), signal.SIGKILL)
-        launcher.wait()
+        for pid in _left(launcher, marker):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.close()
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()}"
+    return f"{pid}, which has ended"
 
 
 def _one_message(outcome: Outcome) -> str:
@@ -140,11 +143,24 @@ def test_a_rank_that_somebody_terminates_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_is_named_with_its_place(tmp_path: Path) -> None:
     """Neither those that waited, nor the signals by which the launcher ends the rest, are the cause."""
     message = _one_message(_run("third_hangs", tmp_path))
-    assert message.startswith(
-        "FAILED rank 2 did not come to where others waited for it: it was in _compute_for_ever (toy_ranks.py:"
+    assert re.match(
+        r"FAILED rank 2 \(process \d+\) did not come to where others waited for it: it was in _compute_for_ever "
+        r"\(toy_ranks\.py:",
+        message,
     )
     assert re.search(r"rank [013] waited: .*[Tt]imed out", message)
     assert "_compute_for_ever" in (tmp_path / "rank-2-stack.txt").read_text()
+
+
+def test_a_stopped_rank_is_named_with_its_state_and_its_stack(tmp_path: Path) -> None:
+    message = _one_message(_run("third_is_stopped", tmp_path))
+    stack = tmp_path / "rank-2-stack.txt"
+    assert re.match(
+        r"FAILED rank 2 \(process \d+, stopped by a signal such as SIGSTOP\) did not come to where others waited for "
+        rf"it: it was in third_is_stopped \(toy_ranks\.py:\d+\); its stack is in {stack}; rank [013] waited: ",
+        message,
+    )
+    assert "third_is_stopped" in stack.read_text()
 
 
 def test_a_full_disk_is_named_though_nothing_can_be_written(tmp_path: Path) -> None:

@@ -187,3 +187,22 @@ def test_the_place_of_a_thread_is_its_innermost_own_frame() -> None:
     assert waiting is not None
     assert waiting.waits
     assert place_of("") is None
+
+
+def test_what_the_config_took_from_the_environment_is_not_kept() -> None:
+    try:
+        raise OSError("/vault/corpus: cannot be read")
+    except OSError as error:
+        record = describe(0, error, {"/vault/corpus": "${oc.env:CORPUS}"})
+    assert record.message == "${oc.env:CORPUS}: cannot be read"
+    assert "/vault" not in record.traceback
+
+
+def test_a_failed_save_is_told_by_its_folder_and_not_by_a_rank() -> None:
+    told = "checkpoint '/r/step-00000002' was not written: ranks 0, 1: no room to write there (No space left)"
+    errors = [
+        _error(rank, 2.0 - rank, secondary=False, kind="CheckpointError", message=told) for rank in range(2)
+    ]
+    cause = root_cause([], errors, Path("/run"))
+    assert cause is not None
+    assert cause.message == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def test_what_is_read(config: ModelConfig, changes: dict[str, Any], tmp_path: Pa
             r"architectures=\[LlamaBiModel\]: only LlamaForCausalLM",
         ),
         (LLAMA, {"hidden_size": "32"}, "hidden_size='32': must be of type int"),
+        (LLAMA, {"architectures": 5}, "architectures=5: must be of type list; correct config.json"),
+        (LLAMA, {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf: must be finite; correct config.json"),
+        (LLAMA, {"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\]: only default and yarn"),
+        (
+            LLAMA,
+            yarn(original_max_position_embeddings=0),
+            "original_max_position_embeddings=0.0: must be at least",
+        ),
+        (LLAMA, yarn(factor=float("nan")), "rope_parameters.factor=nan: must be finite"),
+        (LLAMA, yarn(truncate="no"), "rope_parameters.truncate='no': must be true or false"),
+        (QWEN3_MOE, {"mlp_only_layers": ["0"]}, r"mlp_only_layers=\['0'\]: must be a list of whole numbers"),
         (
             LLAMA,
             yarn(factor=None, short_factor=[1.0]),
@@ -129,7 +141,11 @@ def test_what_is_read(config: ModelConfig, changes: dict[str, Any], tmp_path: Pa
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
             "rope_type=linear",
         ),
-        (LLAMA, yarn(factor=1.0, attention_factor=1.5), "attention_factor=1.5: only 1 is computed here"),
+        (
+            LLAMA,
+            yarn(factor=1.0, attention_factor=1.5),
+            "=1.5: only 1 with factor=1 is computed here; take",
+        ),
         (QWEN3, {"attention_bias": True}, "attention_bias=True: only attention_bias=False"),
         (
             QWEN3,
@@ -170,8 +186,11 @@ def test_what_is_read(config: ModelConfig, changes: dict[str, Any], tmp_path: Pa
 )
 def test_what_is_refused(config: ModelConfig, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(config, changes, tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         from_hf_config(read_folder(tmp_path)[0])
+    assert re.search("; (take|set|correct|convert|leave)|and it may change what", str(refused.value)), (
+        refused.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,6 +346,12 @@ def test_what_would_be_lost_on_the_way_out_is_refused(config: ModelConfig, messa
 )
 def test_what_goes_out_is_computed_there(config: ModelConfig, tmp_path: Path) -> None:
     written(config, {}, tmp_path)
+    assert distance(tmp_path) <= 1e-5
+
+
+def test_a_balance_loss_of_no_layer_is_none_of_transformers(tmp_path: Path) -> None:
+    dense = replace(QWEN3_MOE, moe=replace(QWEN3_MOE.moe, num_dense_layers=3, load_balance_loss=0.1))
+    written(dense, {}, tmp_path)
     assert distance(tmp_path) <= 1e-5
 
 

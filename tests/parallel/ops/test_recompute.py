@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from counterflow.framework.memory.activations import saved_bytes
 from counterflow.parallel.ops.recompute import recompute, recompute_module
 from counterflow.parallel.pipeline.api import build_pipeline
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from tests.rank_pool import RankPool
 
 

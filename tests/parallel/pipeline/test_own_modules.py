@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
@@ -175,6 +176,26 @@ class Unused(Two):
         self.unused, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2).requires_grad_(False)
 
 
+class Embedded(Two):
+    """Sparse gradients; `tied`: of the weight of a linear as well."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH, sparse=True)
+        if tied:
+            self.a.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)) + self.embedding(x.detach().argmax(-1)))
+
+
+def hook_where_it_accumulates(layer: nn.Linear) -> None:
+    """As libraries do that take gradients while a backward runs; the node lives as long as somebody holds it."""
+    node = get_gradient_edge(layer.weight).node
+    node.register_prehook(lambda grads: (3 * grads[0],))
+    vars(layer)["node"] = node
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "as torch wrote it": Two,
     "adapter": lambda: Two(adapter),
@@ -194,6 +215,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         lambda layer: layer.register_full_backward_pre_hook(lambda _, grads: (3 * grads[0],))
     ),
     "hook on the weight": lambda: Two(lambda layer: layer.weight.register_hook(lambda grad: 3 * grad)),
+    "hook on the node of the weight": lambda: Two(hook_where_it_accumulates),
+    "sparse": lambda: Embedded(tied=False),
+    "sparse, tied to a linear": lambda: Embedded(tied=True),
     "frozen weight": lambda: Two(freeze("weight")),
     "frozen bias": lambda: Two(freeze("bias")),
     "frozen layer": lambda: Two(freeze("weight", "bias")),
@@ -299,6 +323,9 @@ def differences(found: Result, expected: Result) -> list[str]:
             if gradient is not wanted:
                 wrong.append(f"{name} is {gradient}, not {wanted}")
             continue
+        if gradient.is_sparse != wanted.is_sparse:
+            wrong.append(f"{name} has the layout {gradient.layout}, not {wanted.layout}")
+        gradient, wanted = gradient.to_dense(), wanted.to_dense()
         difference = float((gradient - wanted).norm() / (wanted.norm() + 1e-6))
         # A sum over micro-batches in bf16 depends on their order, which is the schedule's.
         if difference > (1e-2 if "autocast" in name else 1e-6):
@@ -365,6 +392,39 @@ def test_a_weight_of_two_stages_of_a_rank_counts_once(ranks: RankPool, schedule:
             assert count == 1
             assert gradient is not None
             assert float((gradient - weight.grad).norm() / weight.grad.norm()) < 1e-6
+
+
+def build_with_a_cached_weight(schedule: str) -> None:
+    cached: list[nn.Linear] = []
+
+    def make(index: int) -> Tied:
+        cached.extend([] if cached else [nn.Linear(WIDTH, WIDTH)])
+        return Tied(index, cached[0])
+
+    build_pipeline(make, schedule, num_microbatches=NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "zbv"])
+def test_a_weight_that_is_made_with_the_first_stage_and_kept_is_refused_too(
+    ranks: RankPool, schedule: str
+) -> None:
+    with pytest.raises(AssertionError, match=r"'tied.weight' of stage \d .* are one parameter"):
+        ranks.run(build_with_a_cached_weight, NUM_RANKS, schedule)
+
+
+def stages_that_are_made() -> list[int]:
+    made: list[int] = []
+
+    def make(index: int) -> nn.Module:
+        made.append(index)
+        return nn.Sequential(Two(), nn.ModuleList([nn.Embedding(2, 2), nn.BatchNorm1d(2), nn.Identity()]))
+
+    build_pipeline(make, "1f1b", num_microbatches=NUM_MICROBATCHES).close()
+    return made
+
+
+def test_stages_of_other_ranks_are_not_made_where_nothing_is_shared(ranks: RankPool) -> None:
+    assert ranks.run(stages_that_are_made, NUM_RANKS) == [[0], [1]]
 
 
 def test_a_weight_of_stages_on_different_ranks_is_refused(ranks: RankPool) -> None:

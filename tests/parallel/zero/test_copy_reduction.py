@@ -18,6 +18,7 @@ from counterflow.parallel.expert.placement import ExpertsByRank
 from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place, placement_of
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 from tests.rank_pool import RankPool
 
@@ -57,11 +58,13 @@ def reduced(
     module = Stacks(FIRST[expert.size], expert.rank)
     stage = ShardedStage(
         module,
-        ZeroConfig(stage=zero),  # type: ignore[arg-type]
-        replica=Axis(group=mesh.replica),
-        tensor=Axis(group=mesh.tensor),
-        expert_replica=Axis(group=mesh.expert_replica, name="expert_data", meter=meter),
-        expert=expert,
+        ZeroContext(
+            config=ZeroConfig(stage=zero),  # type: ignore[arg-type]
+            replica=ReplicaAxes.of(Axis(group=mesh.replica)),
+            tensor=Axis(group=mesh.tensor),
+            expert_replica=ReplicaAxes.of(Axis(group=mesh.expert_replica, name="expert_data", meter=meter)),
+            expert=expert,
+        ),
     )
     optimizer = ModelOptimizer(
         [stage], OptimizerConfig(), tensor=Axis(group=mesh.tensor), world=Axis(group=mesh.world)

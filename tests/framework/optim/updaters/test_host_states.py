@@ -21,6 +21,7 @@ from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.zero.config import ZeroConfig
+from counterflow.parallel.zero.context import ReplicaAxes, ZeroContext
 from counterflow.parallel.zero.stage import ShardedStage
 from tests.framework.optim.updaters.test_updater import parts_of, run_updater, torch_reference
 from tests.rank_pool import RankPool
@@ -41,12 +42,13 @@ def parameters_after(case: dict[str, Any], host_masters: bool) -> list[Tensor]:
     module = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 7, bias=False)).to("meta")
     stage = ShardedStage(
         module,
-        ZeroConfig(stage=case["stage"], offload_parameters=case.get("offload_parameters", False)),
-        replica=axis,
-        tensor=Axis(),
-        dtype=case.get("dtype", torch.float32),
-        compression=CompressionConfig(weights=case.get("weights", "none")),
-        host_masters=host_masters,
+        ZeroContext(
+            config=ZeroConfig(stage=case["stage"], offload_parameters=case.get("offload_parameters", False)),
+            replica=ReplicaAxes.of(axis),
+            dtype=case.get("dtype", torch.float32),
+            compression=CompressionConfig(weights=case.get("weights", "none")),
+            host_masters=host_masters,
+        ),
     )
     config = OptimizerConfig()
     updater = HostStates(TorchAdamW(config)) if host_masters else TorchAdamW(config)

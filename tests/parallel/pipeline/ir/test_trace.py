@@ -29,8 +29,9 @@ from counterflow.parallel.pipeline.ir.trace import (
     exclusive,
     mean_seconds,
 )
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 

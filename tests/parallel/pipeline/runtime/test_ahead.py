@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 from counterflow.parallel.pipeline.runtime.ahead import forwards_ahead, unused_receives
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.rank_pool import RankPool
 

@@ -24,8 +24,9 @@ from counterflow.parallel.pipeline.api import build_pipeline
 from counterflow.parallel.pipeline.ir.action import Kind
 from counterflow.parallel.pipeline.ir.trace import COMPUTE_ACTIVITIES, Activity, Recorder, Trace
 from counterflow.parallel.pipeline.runtime.overlap import Half, Interleaver
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.parallel.pipeline.toy_experts import WIDTH, make_stage
 from tests.rank_pool import RankPool

@@ -14,8 +14,9 @@ from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 from counterflow.parallel.pipeline.api import build_pipeline
+from counterflow.parallel.pipeline.runtime.plain_parameters import PlainParameters
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
-from counterflow.parallel.pipeline.runtime.stage import PlainParameters, Stage
+from counterflow.parallel.pipeline.runtime.stage import Stage
 from counterflow.parallel.pipeline.schedules.registry import generate
 from tests.rank_pool import RankPool
 

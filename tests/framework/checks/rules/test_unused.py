@@ -6,7 +6,8 @@ from operator import attrgetter
 
 import pytest
 
-from counterflow.framework.config.no_effect import DEPENDENCES, without_effect
+from counterflow.framework.checks.rules import warnings_of
+from counterflow.framework.checks.rules.unused import DEPENDENCES
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.launch.compose import compose_config, find_choices
@@ -22,16 +23,23 @@ from tests.tiny import tiny_config
         (["optimizer.lr_schedule.decay_steps=5", "optimizer.lr_schedule.name=wsd"], []),
         (["balance.num_nodes=2", "balance.goal=1.5"], ["balance.goal", "balance.num_nodes"]),
         (["compression.rank=2"], ["compression.rank"]),
-        (["compression=powersgd", "compression.rank=2"], []),
+        (["compression=powersgd", "compression.rank=2", "training.num_steps=1000"], []),
+        (["compression=powersgd", "compression.warmup_steps=100"], ["compression.method"]),
         (["offload.min_bytes=1"], ["offload.min_bytes"]),
         (["skip_step.max_total=7"], ["skip_step.max_total"]),
         (["skip_step=skip", "skip_step.max_total=7"], []),
+        (["memory=zero1", "zero.reshard_after=step"], ["zero.reshard_after"]),
+        (["memory=zero3", "zero.reshard_after=step"], []),
+        (["comm.pipeline_payload=bf16", "parallel=single"], ["comm.pipeline_payload"]),
+        (["comm.pipeline_payload=bf16"], []),
+        (["comm.expert_payload=bf16"], ["comm.expert_payload"]),
+        (["training.batch_ramp.increment=2"], ["training.batch_ramp.increment"]),
     ],
 )
 def test_what_does_nothing_is_named(overrides: list[str], names: list[str]) -> None:
-    found = without_effect(compose_config(overrides))
+    found = warnings_of(compose_config(overrides))
     assert [sentence.partition("=")[0] for sentence in found] == names
-    assert all(" does nothing: it needs " in sentence for sentence in found)
+    assert all(" does nothing: it needs " in sentence or "warmup" in sentence for sentence in found)
 
 
 def test_the_table_names_settings_that_exist() -> None:
@@ -44,15 +52,27 @@ def test_the_table_names_settings_that_exist() -> None:
     "choice",
     [
         f"{group}={name}"
-        for group in ("compression", "offload", "precision", "skip_step", "optimizer", "memory")
+        for group in (
+            "compression",
+            "offload",
+            "precision",
+            "skip_step",
+            "optimizer",
+            "memory",
+            "model",
+            "experiment",
+        )
         for name in find_choices().groups[group]
     ],
 )
 def test_the_configs_own_choices_set_nothing_that_does_nothing(choice: str) -> None:
-    overrides = [choice] + (
-        ["offload.budget_share=0.5"] if choice in ("offload=lru", "offload=schedule") else []
-    )
-    assert without_effect(compose_config(overrides)) == []
+    needs = {
+        "offload=lru": ["offload.budget_share=0.5"],
+        "offload=schedule": ["offload.budget_share=0.5"],
+    }
+    # The warm-up of some compressions is as long as the default run.
+    overrides = [choice, "training.num_steps=1000", *needs.get(choice, [])]
+    assert warnings_of(compose_config(overrides)) == []
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_refused_where_nothing_moves() -> None:

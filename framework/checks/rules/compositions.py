@@ -1,35 +1,65 @@
-"""The one table of what composes with what: read by the config check and rendered for the docs.
+"""Which features do not compose: the rows of the table of rules that are about two features, or about one alone.
 
-A pair of features that no row of `REFUSALS` names composes, and a parity test against one process stands for it.
-A feature that is refused altogether is a row of the feature with itself.
+Features that no row of `REFUSALS` names compose, and a test against one process stands for each pair of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from counterflow.framework.config.features import FEATURES, Feature, active_features
+from counterflow.framework.checks.rules.rule import Finding, Nodes, Rule, merged
+from counterflow.framework.config.features import FEATURES, Feature
+from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.planning.workload import Workload
+from counterflow.parallel.pipeline.schedules.registry import all_schedules
 
-if TYPE_CHECKING:
-    from counterflow.framework.config.tree import TrainConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What has to hold beside the features for them to be refused. text: as config text. example: the values of it."""
+
+    text: str
+    holds: Callable[[TrainConfig], bool]
+    example: Nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`first` and `second` (keys of features) are refused together."""
+    """`first` and `second` (keys of features) are refused together; `first` by itself where `second` is None.
+
+    where: None: always.
+    """
 
     first: str
-    second: str
+    second: str | None = None
+    where: Where | None = None
     reason: str
     remedy: str
 
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """One or two."""
+        return tuple(_FEATURES[key] for key in (self.first, self.second) if key is not None)
 
-def _engine_refuses(second: str, reason: str, remedy: str) -> Refusal:
+    @property
+    def name(self) -> str:
+        """As `fp16 with the DeepSpeed engine at zero.stage=0`."""
+        where = "" if self.where is None else f" at {self.where.text}"
+        return " with ".join(feature.title for feature in self.features) + where
+
+
+_FEATURES = {feature.key: feature for feature in FEATURES}
+_UNSHARDED = Where(
+    text="zero.stage=0", holds=lambda config: config.zero.stage == 0, example={"zero": {"stage": 0}}
+)
+
+
+def _engine_refuses(second: str, reason: str, remedy: str, where: Where | None = None) -> Refusal:
     return Refusal(
         first="deepspeed_engine",
         second=second,
+        where=where,
         reason=reason,
         remedy=f"{remedy}, or zero.engine=native, which has it",
     )
@@ -42,10 +72,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "its own pipeline engine takes neither them nor our stages",
         "set parallel.pipeline_parallel_size=1",
     ),
+    *(
+        _engine_refuses(
+            schedule.name,
+            "at stage 3 it gives wrong gradients where several forwards are under way, and it does not split a "
+            "backward",
+            "set schedule=1f1b",
+        )
+        for schedule in all_schedules().values()
+        if not schedule.alternates
+    ),
     _engine_refuses(
-        "not_1f1b",
-        "at stage 3 it gives wrong gradients where several forwards are under way, and it does not split a backward",
-        "set schedule=1f1b",
+        "bf16",
+        "there it wraps the optimizer in a loss scaler, and gradients are added up in bf16",
+        "set zero.stage=1, or precision=fp32",
+        where=_UNSHARDED,
     ),
     _engine_refuses(
         "offload",
@@ -81,7 +122,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _engine_refuses("cpu_adam", "it is given torch's AdamW", "set optimizer=adamw"),
     Refusal(
         first="onebit_adam",
-        second="onebit_adam",
         reason="DeepSpeed has it no more (not in 0.19.8), and the backends of older ones were NCCL and MPI, not gloo",
         remedy="set optimizer=adamw and, for gradients of one bit, compression=onebit",
     ),
@@ -123,7 +163,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         first="context_parallel",
-        second="context_parallel",
         reason="attention does not cut a sequence over ranks yet",
         remedy="set parallel.context_parallel_size=1 and give those ranks to data_parallel_size or "
         "tensor_parallel_size",
@@ -165,41 +204,50 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="copies are in other places of their blocks, so they would not be rounded to the same values",
         remedy="set balance.num_redundant_experts=0, or compression.weights=none",
     ),
+    Refusal(
+        first="quantised_weights",
+        where=_UNSHARDED,
+        reason="every rank updates all parameters and gathers none",
+        remedy="set zero.stage to 1, 2 or 3, or compression.weights=none",
+    ),
+    Refusal(
+        first="batch_ramp",
+        second="csv",
+        reason="steps differ in their number of micro-batches, and a file has one",
+        remedy="set training.batch_ramp.ramp_samples=null and training.batch_ramp.start_num_microbatches=null, or take "
+        "a schedule by its name",
+    ),
 )
 
 
-def refused(config: TrainConfig, refusals: Iterable[Refusal] = REFUSALS) -> list[str]:
-    """One sentence for each row that refuses what `config` combines: values, reason and remedy."""
-    active = {feature.key: feature for feature in active_features(config)}
-    problems: list[str] = []
-    for refusal in refusals:
-        if refusal.first not in active or refusal.second not in active:
-            continue
-        values = dict.fromkeys(active[key].value(config) for key in (refusal.first, refusal.second))
-        rule = (
-            f"{active[refusal.first].title} is not supported"
-            if refusal.first == refusal.second
-            else f"{active[refusal.first].title} does not compose with {active[refusal.second].title}"
-        )
-        problems.append(f"{' with '.join(values)}: {rule}: {refusal.reason}; {refusal.remedy}")
-    return problems
+def rule_of(refusal: Refusal) -> Rule:
+    """The row as a rule."""
 
-
-def to_markdown(features: Iterable[Feature] = FEATURES, refusals: Iterable[Refusal] = REFUSALS) -> str:
-    """Two tables for the docs: each feature with its switch and what it does not compose with; why, and what to do."""
-    features, refusals = tuple(features), tuple(refusals)
-    titles = {feature.key: feature.title for feature in features}
-    lines = ["| Feature | Switched on by | Composes with |", "| --- | --- | --- |"]
-    for feature in features:
-        rows = [refusal for refusal in refusals if feature.key in (refusal.first, refusal.second)]
-        others = [titles[row.second if row.first == feature.key else row.first] for row in rows]
-        if feature.title in others:
-            verdict = "refused"
+    def find(workload: Workload) -> Iterator[Finding]:
+        config, where = workload.config, refusal.where
+        if not all(feature.active(config) for feature in refusal.features):
+            return
+        if where is not None and not where.holds(config):
+            return
+        value = " with ".join(dict.fromkeys(feature.value(config) for feature in refusal.features))
+        titles = [feature.title for feature in refusal.features]
+        if len(titles) == 2:
+            at = "" if where is None else f" at {where.text}"
+            value += "" if where is None else f" and {where.text}"
+            reason = f"{' does not compose with '.join(titles)}{at}: {refusal.reason}"
+        elif where is None:
+            reason = f"{titles[0]} is not supported: {refusal.reason}"
         else:
-            verdict = f"all but {', '.join(others)}" if others else "all"
-        lines.append(f"| {feature.title} | `{feature.setting}` | {verdict} |")
-    lines += ["", "| Refused | Because | Instead |", "| --- | --- | --- |"]
-    for row in refusals:
-        both = dict.fromkeys(titles[key] for key in (row.first, row.second))
-        lines.append(f"| {' with '.join(both)} | {row.reason} | {row.remedy} |")
-    return "\n".join(lines) + "\n"
+            reason = f"with {where.text} {refusal.reason}"
+        yield Finding(value=value, reason=reason, remedy=refusal.remedy)
+
+    # What is on by default and composes with less than the others do is off, unless the row is about it.
+    example: Nodes = {"checkpoint": {"enabled": False}}
+    for feature in refusal.features:
+        example = merged(example, feature.example)
+    if refusal.where is not None:
+        example = merged(example, refusal.where.example)
+    return Rule(name=refusal.name, find=find, example=example)
+
+
+RULES = tuple(map(rule_of, REFUSALS))

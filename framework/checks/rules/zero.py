@@ -1,0 +1,116 @@
+"""Rules of ZeRO: which of its options go with which stage, engine and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from counterflow.framework.checks.rules.rule import Asked, Finding, Rule, largest_divisor
+from counterflow.framework.planning.workload import Workload
+from counterflow.parallel.zero.config import ZeroConfig
+
+_ENGINE = {"zero": {"engine": "deepspeed", "stage": 3}, "checkpoint": {"enabled": False}}
+_DEFAULTS = ZeroConfig()
+
+
+def _engine(workload: Workload) -> Iterator[Finding]:
+    zero = workload.config.zero
+    if zero.engine != "deepspeed":
+        return
+    for name in ("units", "prefetch_units", "reduce", "shard_size"):
+        value, default = getattr(zero, name), getattr(_DEFAULTS, name)
+        if value != default:
+            text = "null" if default is None else default
+            yield Finding(
+                value=f"zero.{name}={value} with zero.engine=deepspeed",
+                reason="it decides itself what is gathered and reduced together, and when",
+                remedy=f"set zero.{name}={text}, or zero.engine=native",
+            )
+
+
+def _reduces_early(workload: Workload) -> Iterator[Finding]:
+    zero = workload.config.zero
+    if zero.reduce == "microbatch" and zero.stage < 2 and zero.engine == "native":
+        yield Finding(
+            value=f"zero.reduce=microbatch with zero.stage={zero.stage}",
+            reason="gradients are reduced to shards, which stages 2 and 3 keep",
+            remedy="set zero.stage=2 or 3, or zero.reduce=step",
+        )
+
+
+def _shards_in_groups(workload: Workload) -> Iterator[Finding]:
+    config = workload.config
+    zero, size = config.zero, config.zero.shard_size
+    if size is None or zero.engine != "native":
+        return
+    if zero.stage != 3:
+        yield Finding(
+            value=f"zero.shard_size={size} with zero.stage={zero.stage}",
+            reason="parameters are whole below stage 3, and optimizer state is sharded over all replicas",
+            remedy="set zero.stage=3, or zero.shard_size=null",
+        )
+    unfit = (
+        (
+            config.compression.method == "powersgd",
+            "compression.method=powersgd",
+            "factors are of whole matrices",
+        ),
+        (
+            config.compression.weights != "none",
+            f"compression.weights={config.compression.weights}",
+            "what is quantised are the masters of one rank, and a shard is of several",
+        ),
+        (
+            config.balance.num_redundant_experts > 0,
+            f"balance.num_redundant_experts={config.balance.num_redundant_experts}",
+            "copies of an expert are summed in one order over all replicas",
+        ),
+        (
+            zero.offload_parameters,
+            "zero.offload_parameters=true",
+            "the shards on the host are the masters, and a shard is of several ranks",
+        ),
+    )
+    for is_set, value, reason in unfit:
+        if is_set:
+            yield Finding(
+                value=f"zero.shard_size={size} with {value}", reason=reason, remedy="set zero.shard_size=null"
+            )
+
+
+def _groups_are_equal(workload: Workload) -> Iterator[Finding]:
+    config, size = workload.config, workload.config.zero.shard_size
+    if size is None or config.zero.stage != 3:
+        return
+    copies = workload.named(workload.full_size).num_directions
+    replicas = config.parallel.data_parallel_size * config.parallel.context_parallel_size * copies
+    if replicas % size:
+        yield Finding(
+            value=f"zero.shard_size={size}",
+            reason=f"must divide the {replicas} replicas of a stage, which are sharded in groups of so many",
+            remedy=f"try zero.shard_size={largest_divisor(replicas, min(size, replicas))}",
+        )
+
+
+RULES = (
+    Rule(
+        name="DeepSpeed's engine has its own units",
+        find=_engine,
+        example={**_ENGINE, "zero": {**_ENGINE["zero"], "units": "stage"}},
+    ),
+    Rule(
+        name="gradients of a micro-batch are reduced to shards",
+        find=_reduces_early,
+        example={"zero": {"stage": 1, "reduce": "microbatch"}},
+    ),
+    Rule(
+        name="what is sharded in groups",
+        find=_shards_in_groups,
+        example={"zero": {"stage": 2, "shard_size": 1}},
+    ),
+    Rule(
+        name="groups of shards are equal",
+        find=_groups_are_equal,
+        example={"zero": {"stage": 3, "shard_size": 2}, "parallel": {"data_parallel_size": 3}},
+        asked=Asked.WITH_SCHEDULE,
+    ),
+)
