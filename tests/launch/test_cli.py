@@ -246,16 +246,18 @@ def test_a_sweep_runs_every_combination_and_ends_in_a_table(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_a_sweep_with_a_mistake_runs_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "simulate",
-        "--multirun",
-        "--out",
-        str(tmp_path),
-        "schedule.num_microbatches=8,7",
-        *_FOUR_STAGES[:1],
-    ]
-    assert "schedule.num_microbatches=7" in _fails(argv, capfd)
+@pytest.mark.parametrize(
+    ("command", "sweep", "message"),
+    [
+        ("simulate", "schedule.num_microbatches=8,7", "schedule.num_microbatches=7"),
+        ("parity", "precision.reduce=fp32,bf16", "precision.reduce=bf16: what is rounded differs"),
+    ],
+)
+def test_a_sweep_with_a_mistake_runs_nothing(
+    command: str, sweep: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "--multirun", "--out", str(tmp_path), sweep, *_FOUR_STAGES[:1]]
+    assert message in _fails(argv, capfd)
     assert list(tmp_path.iterdir()) == []
 
 
