@@ -177,9 +177,6 @@ def reduce_scatter_into(
         out.copy_(tensor.view_as(out))
         return None
     axis.count((axis.size - 1) * out.nbytes)
-    if hasattr(tensor, "fake_mode"):
-        # A dry run counts memory, and gloo reduces a copy.
-        return _DryWork(tensor.clone()) if async_op else None
     return _called(
         "reduce-scatter",
         axis,
@@ -187,18 +184,6 @@ def reduce_scatter_into(
             out.view(-1), tensor.view(-1), op=op, group=axis.group, async_op=async_op
         ),
     )
-
-
-class _DryWork(dist.Work):
-    """A collective on a tensor without values, and what it holds until it is waited for."""
-
-    def __init__(self, copy: Tensor) -> None:
-        super().__init__()
-        self._copy: Tensor | None = copy
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self._copy = None
-        return True
 
 
 def all_reduce(
