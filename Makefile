@@ -38,7 +38,7 @@ test: .venv/dev.stamp
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist worksteal $(ARGS)
 
 parity: .venv/train.stamp
-	$(BIN)/python -m counterflow parity $(ARGS)
+	$(BIN)/python -m counterflow.launch.parity_grid $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ composes over a schema of the dataclasses' defaults, and `counterflow.framework.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import re
@@ -27,6 +26,7 @@ from counterflow.framework.config.mapping import (
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.redaction import redacted, without_secrets
+from counterflow.launch.printing import did_you_mean
 from counterflow.parallel.pipeline.schedules.registry import all_schedules
 
 _CONF = "counterflow.conf"
@@ -272,8 +272,7 @@ def _check_overrides(overrides: Sequence[str], choices: Choices) -> None:
         elif key in choices.groups:
             name = override.value()
             if str(name) not in choices.groups[key]:
-                near = difflib.get_close_matches(str(name), choices.groups[key], n=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
+                hint = did_you_mean(str(name), choices.groups[key])
                 problems.append(f"{text}: no such choice{hint}; {_options(choices, key)}")
         elif key not in known:
             problems.append(unknown_key(key, [*choices.groups, *known]))
@@ -298,15 +297,3 @@ def _hydra_problem(error: Exception) -> str:
     ]
     text = " ".join(line.strip() for line in lines[:3])
     return f"{key}: {text}; give it a value that stands by itself" if key else text
-
-
-def values_of(words: Sequence[str]) -> dict[str, Any]:
-    """KEY=VALUE in Hydra's grammar, as for a run."""
-    from omegaconf import OmegaConf
-
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"{word}: expected KEY=VALUE, as in repeats=3")
-    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}

@@ -30,7 +30,8 @@ _PROJECT = (
     "counterflow.framework.trainer.loop",
     "counterflow.framework.checks.parity",
     "counterflow.framework.checks.memory",
-    "counterflow.launch.commands.train",
+    "counterflow.launch.preflight",
+    "counterflow.launch.joining",
 )
 
 

@@ -13,13 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from counterflow.framework.checks.rules import build_schedule, check
 from counterflow.framework.checks.rules.markdown import to_markdown
-from counterflow.launch.bench.run import config_of
-from counterflow.launch.cli import parse
-from counterflow.launch.commands.balance import plan_from
+from counterflow.launch.arguments import command_help, parse
+from counterflow.launch.commands.table import COMMANDS as COMMAND_TABLE
 from counterflow.launch.compose import compose_config, expand_sweep, find_choices
-from counterflow.launch.help.commands import command_help
 from tests.commands import ROOT, run_command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,22 +104,15 @@ def test_command_of_the_docs_is_composed_and_checked(line: str) -> None:
     words = shlex.split(line)[1:]
     arguments = parse(words)
     assert arguments.command is not None
-    assert command_help(arguments.command, arguments.overrides)
-    if arguments.command == "bench":
-        config_of(arguments.overrides)
-    elif arguments.command == "timeline":
-        assert len(arguments.overrides) == 1
-    elif arguments.command == "balance":
-        plan_from(arguments.overrides[1:])
-    else:
-        combinations = expand_sweep(arguments.overrides, find_choices())
-        assert len(combinations) > 1 or not arguments.multirun
-        for overrides in combinations:
-            config = compose_config(overrides)
-            if arguments.command == "simulate":
-                build_schedule(config.schedule, config.parallel)
-            elif arguments.command != "plan":
-                check(config)
+    assert command_help(arguments.command, arguments.words)
+    command = COMMAND_TABLE[arguments.command]
+    if command.read is not None:
+        command.read(arguments.words)
+        return
+    combinations = expand_sweep(arguments.words, find_choices())
+    assert len(combinations) > 1 or not arguments.multirun
+    for overrides in combinations:
+        command.check(compose_config(overrides))
 
 
 @pytest.mark.parametrize(

@@ -5,114 +5,82 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from counterflow.framework.keys import check_bounds, key
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBenchConfig:
-    """`counterflow bench schedules`.
+    """`counterflow bench schedules`."""
 
-    mode: `sleep` (every action sleeps action_ms), `compute` (a small Llama on two ranks), or both.
-    repeats: counted steps of each case. schedules: empty measures every schedule.
-    num_ranks: ranks of the sleeping pipeline. num_microbatches: of a step; every schedule is measured with each.
-    """
-
-    mode: Literal["sleep", "compute", "both"] = "both"
-    repeats: int = 5
-    action_ms: float = 30.0
-    num_ranks: int = 8
-    num_microbatches: tuple[int, ...] = (32,)
-    schedules: tuple[str, ...] = ()
+    mode: Literal["sleep", "compute", "both"] = key(
+        "both", "sleep (F, I and W sleep), compute (a small Llama on two ranks) or both"
+    )
+    repeats: int = key(5, "counted steps of each", at_least=1)
+    action_ms: float = key(30.0, "time of one F, I or W of a stage", above=0)
+    num_ranks: int = key(8, "ranks of the sleeping pipeline", at_least=1)
+    num_microbatches: tuple[int, ...] = key((32,), "micro-batches of a step, one row for each", at_least=1)
+    schedules: tuple[str, ...] = key((), "which, as in [1f1b,zbv]; []: every one that takes the sizes")
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "num_ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if not self.action_ms > 0:
-            raise ValueError(
-                f"action_ms={self.action_ms}: a positive time in milliseconds; 30 is the default"
-            )
-        if not self.num_microbatches or min(self.num_microbatches) < 1:
-            raise ValueError(
-                f"num_microbatches={list(self.num_microbatches)}: one number or more, each at least 1, as in "
-                "num_microbatches=[20,32]"
-            )
+        check_bounds(self)
+        if not self.num_microbatches:
+            raise ValueError("num_microbatches=[]: one number or more, as in num_microbatches=[20,32]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class P2PBenchConfig:
-    """`counterflow bench p2p`.
+    """`counterflow bench p2p`."""
 
-    tensor_mib: sizes of an activation. chunk_kib: sizes of a chunk, each beside the whole transfer.
-    mbit_per_s: rates of emulated links beside loopback; [] measures loopback only.
-    action_ms: what F, I and W sleep in a step. repeats: counted repeats of each case.
-    """
-
-    tensor_mib: tuple[float, ...] = (4.0,)
-    chunk_kib: tuple[int, ...] = (256, 1024)
-    mbit_per_s: tuple[float, ...] = (1000.0,)
-    num_ranks: int = 4
-    action_ms: float = 30.0
-    repeats: int = 9
+    tensor_mib: tuple[float, ...] = key((4.0,), "sizes of the activation", at_least=0.25)
+    chunk_kib: tuple[int, ...] = key((256, 1024), "sizes of the chunks", at_least=4)
+    mbit_per_s: tuple[float, ...] = key((1000.0,), "emulated links; [] for loopback only", at_least=1)
+    num_ranks: int = key(4, "ranks of the pipeline")
+    action_ms: float = key(30.0, "time of one F, I or W of a stage", above=0)
+    repeats: int = key(9, "counted transfers and steps of each", at_least=1)
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_ranks <= 64:
             raise ValueError(f"num_ranks={self.num_ranks}: a link has two ends; from 2 to 64")
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats}: must be at least 1")
-        if not self.action_ms > 0:
-            raise ValueError(
-                f"action_ms={self.action_ms}: a positive time in milliseconds; 30 is the default"
-            )
-        for name, smallest in (("tensor_mib", 0.25), ("chunk_kib", 4), ("mbit_per_s", 1)):
-            values = getattr(self, name)
-            if any(value < smallest for value in values) or not (values or name == "mbit_per_s"):
-                raise ValueError(f"{name}={list(values)}: one number or more, each at least {smallest}")
+        check_bounds(self)
+        for name in ("tensor_mib", "chunk_kib"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=[]: nothing to measure; give one number or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerBenchConfig:
-    """`counterflow bench optimizer`.
+    """`counterflow bench optimizer`."""
 
-    num_steps: in a row, for it is between two steps that something is gained. repeats: counted rows of each kind.
-    """
-
-    schedules: tuple[str, ...] = ("1f1b", "zb1p", "zb_h2", "zbv", "dualpipe")
-    num_ranks: int = 4
-    num_microbatches: int = 8
-    action_ms: float = 30.0
-    num_steps: int = 6
-    repeats: int = 3
+    schedules: tuple[str, ...] = key(("1f1b", "zb1p", "zb_h2", "zbv", "dualpipe"), "which")
+    num_ranks: int = key(4, "ranks of the pipeline", at_least=1)
+    num_microbatches: int = key(8, "micro-batches of a step", at_least=1)
+    action_ms: float = key(30.0, "time of one F, I or W of a stage", above=0)
+    num_steps: int = key(6, "steps of a row; what is gained is gained between two", at_least=2)
+    repeats: int = key(3, "counted rows of each", at_least=1)
 
     def __post_init__(self) -> None:
-        for name, smallest in (("num_ranks", 1), ("num_microbatches", 1), ("num_steps", 2), ("repeats", 1)):
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {smallest}")
-        if not self.action_ms > 0:
-            raise ValueError(
-                f"action_ms={self.action_ms}: a positive time in milliseconds; 30 is the default"
-            )
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapBenchConfig:
-    """`counterflow bench overlap`: two pipeline ranks by two that exchange tokens.
+    """`counterflow bench overlap`: two pipeline ranks by two that exchange tokens."""
 
-    mode: `sleep` (attention and experts sleep phase_ms in each of F, I and W), `compute` (they compute), or both.
-    schedules: of those that have pairs. num_microbatches: of a step. repeats: counted steps with overlap, and without.
-    alltoall_share: of a sleeping layer's time, what its exchanges of tokens take where nothing hides them.
-    mbit_per_s: what each rank sends at most. network: `namespaces` (an emulated link; Linux, root), `injected` (a
-        wait per byte in the exchange), or `auto`: the first where it can be made.
-    tokens: of a micro-batch on one rank, in `compute`.
-    """
-
-    mode: Literal["sleep", "compute", "both"] = "sleep"
-    schedules: tuple[str, ...] = ("dualpipe",)
-    num_microbatches: int = 20
-    repeats: int = 5
-    phase_ms: float = 20.0
-    alltoall_share: float = 0.35
-    mbit_per_s: float = 400.0
-    network: Literal["auto", "namespaces", "injected"] = "auto"
-    tokens: int = 512
+    mode: Literal["sleep", "compute", "both"] = key(
+        "sleep", "sleep (attention and experts sleep phase_ms in F, I and W), compute or both"
+    )
+    schedules: tuple[str, ...] = key(
+        ("dualpipe",), "dualpipe, dualpipe_v, interleaved_1f1b: those that have pairs"
+    )
+    num_microbatches: int = key(20, "micro-batches of a step")
+    repeats: int = key(5, "counted steps of each", at_least=1)
+    phase_ms: float = key(20.0, "time of a sleeping phase", above=0)
+    alltoall_share: float = key(0.35, "of a layer's time, by which the tokens' size is chosen")
+    mbit_per_s: float = key(400.0, "what each rank sends at most", above=0)
+    network: Literal["auto", "namespaces", "injected"] = key(
+        "auto", "namespaces (Linux, root), injected (a wait per byte) or auto: the first where it can be made"
+    )
+    tokens: int = key(512, "of a micro-batch")
 
     def __post_init__(self) -> None:
         known = ("dualpipe", "dualpipe_v", "interleaved_1f1b")
@@ -124,11 +92,7 @@ class OverlapBenchConfig:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches}: an even number, at least 4, for both directions"
             )
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats}: must be at least 1")
-        for name in ("phase_ms", "mbit_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: set it above 0")
+        check_bounds(self)
         if not 0 < self.alltoall_share < 1:
             raise ValueError(
                 f"alltoall_share={self.alltoall_share}: a share between 0 and 1, 0.35 is the default"
@@ -139,17 +103,14 @@ class OverlapBenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedBenchConfig:
-    """`counterflow bench deepspeed`.
+    """`counterflow bench deepspeed`."""
 
-    stages: of ZeRO, one row for each. model: an option of `model`. num_steps: of both engines, by turns.
-    """
-
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-    model: str = "tiny"
-    data_parallel_size: int = 2
-    tensor_parallel_size: int = 1
-    num_microbatches: int = 2
-    num_steps: int = 20
+    stages: tuple[int, ...] = key((0, 1, 2, 3), "of ZeRO, one row for each")
+    model: str = key("tiny", "a choice of the group model")
+    data_parallel_size: int = key(2, "ranks that share data out")
+    tensor_parallel_size: int = key(1, "ranks that share a layer out")
+    num_microbatches: int = key(2, "micro-batches of a step")
+    num_steps: int = key(20, "of each engine")
 
     def __post_init__(self) -> None:
         if not self.stages or not set(self.stages) <= {0, 1, 2, 3}:
@@ -160,63 +121,45 @@ class DeepSpeedBenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionBenchConfig:
-    """`counterflow bench compression`.
+    """`counterflow bench compression`."""
 
-    methods: options of `compression`, beside `none`. model: an option of `model`, whose gradient is summed.
-    everywhere: every rank gets the whole sum (ZeRO 0), or its own range (ZeRO 1 to 3).
-    mbit_per_s: what each rank sends at most on an emulated link, beside loopback; null measures loopback only.
-    compute_ms: what a step sleeps before its reduction. repeats: counted steps of each method.
-    """
-
-    methods: tuple[str, ...] = ("onebit", "int8", "int4", "fp8", "topk", "powersgd")
-    model: str = "small"
-    num_ranks: int = 2
-    everywhere: bool = True
-    mbit_per_s: float | None = 200.0
-    compute_ms: float = 0.0
-    repeats: int = 5
+    methods: tuple[str, ...] = key(("onebit", "int8", "int4", "fp8", "topk", "powersgd"), "which")
+    model: str = key("small", "whose gradient")
+    num_ranks: int = key(2, "ranks that reduce")
+    everywhere: bool = key(True, "every rank gets the whole sum (ZeRO 0); false: its own range")
+    mbit_per_s: float | None = key(200.0, "rate of the emulated link; null for loopback only", at_least=1)
+    compute_ms: float = key(0.0, "compute of a step that stands beside the reduction", at_least=0)
+    repeats: int = key(5, "counted reductions of each", at_least=1)
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_ranks <= 64:
             raise ValueError(f"num_ranks={self.num_ranks}: a sum is of several ranks; from 2 to 64")
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats}: must be at least 1")
-        if self.compute_ms < 0:
-            raise ValueError(f"compute_ms={self.compute_ms}: a time in milliseconds, 0 or more")
-        if self.mbit_per_s is not None and not self.mbit_per_s >= 1:
-            raise ValueError(f"mbit_per_s={self.mbit_per_s}: at least 1, or null for loopback only")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBenchConfig:
-    """`counterflow bench memory`: a pipeline whose activations are kept, recomputed, or offloaded within budgets.
+    """`counterflow bench memory`: a pipeline whose activations are kept, recomputed, or offloaded within budgets."""
 
-    budgets: shares of what the rank that holds most would hold. tier: see `OffloadConfig`.
-    copy_share: copies are held to the rate at which moving out what a forward keeps takes this share of its time.
-    hidden_size, num_layers: of the model; tokens: of a micro-batch. repeats: counted steps of each case, in turn.
-    """
-
-    schedule: str = "gpipe"
-    num_ranks: int = 2
-    num_microbatches: int = 12
-    budgets: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8)
-    tier: Literal["host", "disk"] = "disk"
-    copy_share: float = 0.8
-    hidden_size: int = 256
-    num_layers: int = 4
-    tokens: int = 512
-    repeats: int = 5
+    schedule: str = key("gpipe", "the more micro-batches live at once, the lower a budget can be")
+    num_ranks: int = key(2, "ranks of the pipeline", at_least=1)
+    num_microbatches: int = key(12, "micro-batches of a step", at_least=1)
+    budgets: tuple[float, ...] = key(
+        (0.2, 0.4, 0.6, 0.8), "shares of what the rank that holds most would hold"
+    )
+    tier: Literal["host", "disk"] = key("disk", "where activations go: host or disk")
+    copy_share: float = key(0.8, "what moving out takes of the forward's time", above=0)
+    hidden_size: int = key(256, "of the model")
+    num_layers: int = key(4, "of the model", at_least=1)
+    tokens: int = key(512, "of a micro-batch")
+    repeats: int = key(5, "counted steps of each", at_least=1)
 
     def __post_init__(self) -> None:
-        for name, smallest in (("num_ranks", 1), ("num_microbatches", 1), ("num_layers", 1), ("repeats", 1)):
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {smallest}")
+        check_bounds(self)
         if any(not 0 < share < 1 for share in self.budgets):
             raise ValueError(
                 f"budgets={list(self.budgets)}: shares between 0 and 1, as in budgets=[0.2,0.4,0.6,0.8]"
             )
-        if not self.copy_share > 0:
-            raise ValueError(f"copy_share={self.copy_share}: a share of a forward's time, above 0")
         if self.hidden_size < 32 or self.hidden_size % 32:
             raise ValueError(f"hidden_size={self.hidden_size}: a multiple of 32, for eight heads")
         if self.tokens < 128 or self.tokens % 128:

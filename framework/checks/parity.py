@@ -257,7 +257,7 @@ def different_routing(first: Sequence[StepTrail], second: Sequence[StepTrail]) -
     return None
 
 
-def run_layout_rank(config: TrainConfig, run: RunContext, local_rank: int, folder: Path) -> list[StepTrail]:
+def run_layout_rank(config: TrainConfig, run: RunContext, folder: Path, local_rank: int) -> list[StepTrail]:
     """Entry of each rank of the layout; the environment describes the process group."""
     device = start_process_group(config, local_rank)
     try:
@@ -267,7 +267,7 @@ def run_layout_rank(config: TrainConfig, run: RunContext, local_rank: int, folde
 
 
 def run_reference_rank(
-    config: TrainConfig, run: RunContext, local_rank: int, folder: Path, trail: list[StepTrail]
+    config: TrainConfig, run: RunContext, folder: Path, trail: list[StepTrail], local_rank: int
 ) -> Parity:
     """Entry of the one reference process."""
     device = start_process_group(config, local_rank)

@@ -1,36 +1,39 @@
-"""`counterflow bench compression` on local ranks: with no limit to their links and, where it can be set, with one."""
+"""On the gradient of a model, over links without a limit and with one, in turn: the gain in step time beside
+the one that the bytes predict.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import CompressionBenchConfig
-from counterflow.framework.bench.network import set_rate, why_not
-from counterflow.launch.bench.ranks import run_ranks
-from counterflow.launch.compose import compose_config, find_choices
-from counterflow.models.config import ModelConfig
-from counterflow.parallel.compress.config import CompressionConfig
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import did_you_mean, new_table, values_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.compression import Row
 
 # How far the gain in time may be from the one that bytes predict.
 TARGET_OFF = 0.15
 
 
-def bench_compression(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: CompressionBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure and print a table; what --json prints.
 
     Raises ValueError: for a method or model that there is none of. RunFailedError: where a rank fails.
     """
-    from counterflow.framework.bench.compression import NONE
+    from dataclasses import replace
+
+    from counterflow.framework.bench.compression import NONE, measure_compression
+    from counterflow.framework.bench.network import set_rate, why_not
+    from counterflow.launch.bench.ranks import run_ranks
+    from counterflow.launch.compose import compose_config
 
     _check_methods(config.methods)
     model = compose_config([f"model={config.model}"]).model
@@ -52,10 +55,24 @@ def bench_compression(config: CompressionBenchConfig, folder: Path, console: Con
         highlight=False,
         soft_wrap=True,
     )
-    rates = (None,) if rate is None else (None, rate)
+    # Without a limited link there is loopback only, which is left as it is.
+    links: dict[str, Any] = {"rates": (None,)}
+    if rate is not None:
+        links = {"rates": (None, rate), "set_rate": set_rate}
     rows = _mappings(
         run_ranks(
-            _rank, (config, rates, model, methods), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate
+            partial(
+                measure_compression,
+                **links,
+                is_everywhere=config.everywhere,
+                compute_s=config.compute_ms / 1e3,
+                repeats=config.repeats,
+                report=_say,
+            ),
+            (model, methods),
+            num_ranks=config.num_ranks,
+            folder=folder,
+            mbit_per_s=rate,
         )
     )
     _print(rows, console)
@@ -63,36 +80,15 @@ def bench_compression(config: CompressionBenchConfig, folder: Path, console: Con
 
 
 def _check_methods(methods: Sequence[str]) -> None:
+    from counterflow.launch.compose import find_choices
+
     options = find_choices().groups["compression"]
     for name in methods:
         if name not in options:
-            near = difflib.get_close_matches(name, options, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"methods=[{','.join(methods)}]: no way to compress is called {name}{hint}; choose from "
-                f"{', '.join(options)}"
+                f"methods=[{','.join(methods)}]: no way to compress is called {name}{did_you_mean(name, options)}; "
+                f"choose from {', '.join(options)}"
             )
-
-
-def _rank(
-    config: CompressionBenchConfig,
-    rates: Sequence[float | None],
-    model: ModelConfig,
-    methods: Mapping[str, CompressionConfig],
-) -> list[Row]:
-    from counterflow.framework.bench.compression import measure_compression
-
-    return measure_compression(
-        model,
-        methods,
-        rates=rates,
-        # Without a limited one the link is loopback, which is left as it is.
-        set_rate=set_rate if len(rates) > 1 else lambda rate: None,
-        is_everywhere=config.everywhere,
-        compute_s=config.compute_ms / 1e3,
-        repeats=config.repeats,
-        report=_say,
-    )
 
 
 def _say(row: Row) -> None:
@@ -113,16 +109,9 @@ def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         mapping: dict[str, Any] = {
             "link": _link(row.mbit_per_s),
-            "method": row.method,
-            "num_elements": row.num_elements,
-            "sent_bytes": row.sent_bytes,
-            "fp32_bytes": row.fp32_bytes,
-            "ratio": row.ratio,
-            "message_error": row.message_error,
-            "sum_error": row.sum_error,
-            "best_s": row.best_s,
+            **values_of(row, "method", "num_elements", "sent_bytes", "fp32_bytes", "ratio"),
+            **values_of(row, "message_error", "sum_error", "best_s", "step_s"),
             "speedup": plain[row.mbit_per_s].best_s / row.best_s,
-            "step_s": list(row.step_s),
         }
         if row.mbit_per_s is not None:
             predicted = predicted_s(unlimited[row.method], row.mbit_per_s)
@@ -135,14 +124,17 @@ def _mappings(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for link in dict.fromkeys(row["link"] for row in rows):
-        table = Table(title=f"gradients on the wire, {link}", title_justify="left", caption_justify="left")
-        table.add_column("method")
         here = [row for row in rows if row["link"] == link]
         titles = ["MB", "ratio", "error", "of sum", "step ms", "gain"]
         if "off" in here[0]:
             titles += ["by bytes", "off"]
-        for title in titles:
-            table.add_column(title, justify="right", no_wrap=True)
+        table = new_table(
+            f"gradients on the wire, {link}",
+            ("method", *titles),
+            left=("method",),
+            no_wrap=True,
+            caption_justify="left",
+        )
         for row in here:
             table.add_row(row["method"], *_cells(row))
         table.caption = "MB: of a rank; error: of a first message and of its sum; gain: in time"
@@ -164,3 +156,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['speedup']:.2f}",
     ]
     return cells + ([f"{row['predicted_speedup']:.2f}", f"{row['off']:+.0%}"] if "off" in row else [])
+
+
+BENCH = Bench(
+    name="compression",
+    summary="what compressed reductions of gradients send, lose and take",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench compression  six methods, on a slow link too; about two minutes""",
+    output="""
+        rows.json, a table.""",
+    keys=CompressionBenchConfig,
+    measure=measure,
+)

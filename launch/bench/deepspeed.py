@@ -1,35 +1,37 @@
-"""`counterflow bench deepspeed` on local ranks."""
+"""Both train one model in fp32 on gloo ranks, step by step in turn: how far losses and gradient norms differ,
+and how long a step takes. It holds where no loss differs by more than 1e-4.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import DeepSpeedBenchConfig
-from counterflow.framework.checks.rules import check
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.deepspeed.start import why_not
-from counterflow.framework.errors import ConfigError
-from counterflow.launch.bench.ranks import run_ranks
-from counterflow.launch.compose import compose_config
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, values_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.deepspeed import EngineRow
-    from counterflow.framework.data.prepare import PreparedData
 
 
-def bench_deepspeed(config: DeepSpeedBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: DeepSpeedBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Train, compare and print a table; what --json prints.
 
     Raises ConfigError: without DeepSpeed, or where it cannot train this. RunFailedError: where a rank fails.
     """
-    from counterflow.framework.bench.deepspeed import LOSS_TOLERANCE
-    from counterflow.launch.commands.train import prepare_data
+    from dataclasses import replace
+
+    from counterflow.framework.bench.deepspeed import LOSS_TOLERANCE, compare_engines
+    from counterflow.framework.checks.rules import check
+    from counterflow.framework.deepspeed.start import why_not
+    from counterflow.framework.errors import ConfigError
+    from counterflow.launch.bench.ranks import run_ranks
+    from counterflow.launch.compose import compose_config
+    from counterflow.launch.runs import prepare_data
 
     if (reason := why_not()) is not None:
         raise ConfigError([f"bench deepspeed: {reason}"])
@@ -44,7 +46,7 @@ def bench_deepspeed(config: DeepSpeedBenchConfig, folder: Path, console: Console
         highlight=False,
     )
     rows: list[EngineRow] = run_ranks(
-        _rank, (training, data, config.stages), num_ranks=parallel.world_size, folder=folder
+        compare_engines, (training, data, config.stages, _say), num_ranks=parallel.world_size, folder=folder
     )
     mapped = [_mapping(row) for row in rows]
     _print(mapped, console)
@@ -69,35 +71,24 @@ def overrides(config: DeepSpeedBenchConfig) -> list[str]:
     ]
 
 
-def _rank(config: TrainConfig, data: PreparedData, stages: tuple[int, ...]) -> list[EngineRow]:
-    from counterflow.framework.bench.deepspeed import compare_engines
-
-    return compare_engines(config, data, stages, _say)
-
-
 def _say(row: EngineRow) -> None:
     print(f"  zero.stage={row.stage}: losses differ by at most {row.loss_difference:.1e}", flush=True)
 
 
 def _mapping(row: EngineRow) -> dict[str, Any]:
+    from dataclasses import asdict
+
     return {
-        "stage": row.stage,
-        "loss_difference": row.loss_difference,
-        "norm_difference": row.norm_difference,
-        "holds": row.holds,
-        "time_ratio": row.time_ratio,
-        "native": dataclasses.asdict(row.native),
-        "deepspeed": dataclasses.asdict(row.deepspeed),
+        **values_of(row, "stage", "loss_difference", "norm_difference", "holds", "time_ratio"),
+        "native": asdict(row.native),
+        "deepspeed": asdict(row.deepspeed),
     }
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="DeepSpeed's engine beside our own sharding", title_justify="left", caption_justify="left"
-    )
-    table.add_column("ZeRO", no_wrap=True)
-    for title in ("last loss", "loss", "norm", "validation", "step time"):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = ("ZeRO", "last loss", "loss", "norm", "validation", "step time")
+    title = "DeepSpeed's engine beside our own sharding"
+    table = new_table(title, columns, left=("ZeRO",), no_wrap=True, caption_justify="left")
     for row in rows:
         native, deepspeed = row["native"], row["deepspeed"]
         has_validation = native["validation_loss"] is not None
@@ -114,3 +105,18 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
         "step time: DeepSpeed's over ours, median of pairs"
     )
     console.print(table)
+
+
+BENCH = Bench(
+    name="deepspeed",
+    summary="DeepSpeed's engine (zero.engine=deepspeed) beside our own sharding",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench deepspeed  four stages on two ranks; about five minutes
+        counterflow bench deepspeed tensor_parallel_size=2 stages=[3]  on four ranks""",
+    output="""
+        rows.json, a table.
+        --json: rows [{stage, loss_difference, norm_difference, holds, time_ratio, native, deepspeed}], holds.""",
+    keys=DeepSpeedBenchConfig,
+    measure=measure,
+)

@@ -1,35 +1,38 @@
-"""`counterflow bench memory` on local ranks."""
+"""Steps of one small Llama that keeps everything, recomputes its attention or all of it, and offloads by lru
+and by schedule within budgets, in turn: the most activations of each rank beside what is predicted, the
+time of a step, and what copies make it wait. Copies are held to a rate at which they matter.
+"""
 
 from __future__ import annotations
 
-import shutil
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import MemoryBenchConfig
-from counterflow.launch.bench.picture import save_picture
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, pyplot, save_picture, values_of
 
 if TYPE_CHECKING:
-    from counterflow.framework.bench.memory import Case, Row
-    from counterflow.framework.data.prepare import PreparedData
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from counterflow.framework.bench.memory import Row
 
 _COLOURS = {"none": "#66707c", "lru": "#d9772b", "schedule": "#2f6db5"}
 
 
-def bench_memory(config: MemoryBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: MemoryBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure, print a table and draw; what --json prints.
 
     Raises ValueError: for sizes that the schedule does not take, or a budget that a rank cannot keep within.
     RunFailedError: where a rank fails.
     """
-    from counterflow.framework.bench.memory import base_config, cases_of
+    import shutil
+
+    from counterflow.framework.bench.memory import base_config, cases_of, measure_memory
     from counterflow.framework.data.prepare import prepare
+    from counterflow.launch.bench.ranks import run_ranks
 
     base = base_config(config, folder)
     cases = cases_of(config, base, folder)
@@ -43,7 +46,7 @@ def bench_memory(config: MemoryBenchConfig, folder: Path, console: Console) -> d
     )
     try:
         measured: tuple[list[Row], float] = run_ranks(
-            _rank, (config, cases, data), num_ranks=config.num_ranks, folder=folder
+            measure_memory, (config, cases, data, _say), num_ranks=config.num_ranks, folder=folder
         )
     finally:
         shutil.rmtree(folder / "data", ignore_errors=True)
@@ -53,51 +56,31 @@ def bench_memory(config: MemoryBenchConfig, folder: Path, console: Console) -> d
     return {"rows": mapped, "copy_bytes_per_s": rate, "png": str(_draw(mapped, folder / "memory.png"))}
 
 
-def _rank(config: MemoryBenchConfig, cases: Sequence[Case], data: PreparedData) -> tuple[list[Row], float]:
-    from counterflow.framework.bench.memory import measure_memory
-
-    return measure_memory(config, cases, data, _say)
-
-
 def _say(row: Row) -> None:
     print(f"  {row.name}: {max(row.peak_bytes) / 2**20:.1f} MiB of activations at most", flush=True)
 
 
 def _mapping(row: Row, none: Row) -> dict[str, Any]:
+    import statistics
+
     from counterflow.framework.bench.memory import step_ratio
 
     return {
-        "name": row.name,
-        "policy": row.policy,
-        "budget_share": row.budget_share,
-        "budget_bytes": row.budget_bytes,
-        "peak_bytes": list(row.peak_bytes),
-        "simulated_peak_bytes": list(row.simulated_peak_bytes),
-        "prediction_error": row.prediction_error,
+        **values_of(
+            row, "name", "policy", "budget_share", "budget_bytes", "peak_bytes", "simulated_peak_bytes"
+        ),
+        **values_of(row, "prediction_error", "simulated_stall_s", "moved_bytes", "hit_rate", "step_s"),
         "step_ratio": step_ratio(row, none),
         "median_step_s": statistics.median(row.step_s),
         "stall_s": statistics.median(row.stall_s),
-        "simulated_stall_s": row.simulated_stall_s,
-        "moved_bytes": row.moved_bytes,
-        "hit_rate": row.hit_rate,
-        "step_s": list(row.step_s),
     }
 
 
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="activations of a rank, and the time of a step", title_justify="left")
-    table.add_column("case")
-    for title in (
-        "MiB by rank",
-        "predicted",
-        "budget",
-        "step",
-        "stall, ms",
-        "predicted",
-        "moved, MiB",
-        "hits",
-    ):
-        table.add_column(title, justify="right")
+    of_activations = ("MiB by rank", "predicted", "budget")
+    of_time = ("step", "stall, ms", "predicted", "moved, MiB", "hits")
+    title = "activations of a rank, and the time of a step"
+    table = new_table(title, ("case", *of_activations, *of_time), left=("case",))
     for row in rows:
         is_moved = row["budget_bytes"] is not None
         table.add_row(
@@ -120,12 +103,7 @@ def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     """The most a rank holds against the time of a step; the offloaded ones of a policy are joined."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(7.5, 4.5), layout="constrained")
     for policy in ("none", "lru", "schedule"):
         of_policy = [
             row for row in rows if row["policy"] == policy and (policy == "none" or row["budget_share"])
@@ -148,3 +126,19 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return save_picture(figure, path)
+
+
+BENCH = Bench(
+    name="memory",
+    summary="the activations a rank holds, recomputed or offloaded, and what that costs in time",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench memory  twelve cases; about three minutes
+        counterflow bench memory schedule=zbv budgets=[0.5]  another schedule""",
+    output="""
+        rows.json, memory.png and .svg: the time of a step over the most that a rank holds.
+        --json: rows [{name, budget_bytes, peak_bytes, simulated_peak_bytes, step_ratio, stall_s,
+        simulated_stall_s, moved_bytes, hit_rate, ...}], copy_bytes_per_s.""",
+    keys=MemoryBenchConfig,
+    measure=measure,
+)

@@ -1,25 +1,30 @@
-"""`counterflow bench optimizer` on local ranks."""
+"""Rows of steps of sleeping stages that wait for the gradient norm of all ranks, that do not, and of which
+every other one has to be undone and made again.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import OptimizerBenchConfig
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, values_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.optimizer import OptimizerRow
 
 
-def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: OptimizerBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure and print a table; what --json prints.
 
     Raises ValueError: where a schedule does not take the sizes. RunFailedError: where a rank fails.
     """
+    from counterflow.framework.bench.optimizer import measure_optimizer
+    from counterflow.launch.bench.ranks import run_ranks
     from counterflow.parallel.pipeline.schedules.registry import generate
 
     for name in config.schedules:
@@ -30,24 +35,14 @@ def bench_optimizer(config: OptimizerBenchConfig, folder: Path, console: Console
         "the norm, that do not, and of which every other one has to be made again",
         highlight=False,
     )
-    rows: list[OptimizerRow] = run_ranks(_rank, (config,), num_ranks=config.num_ranks, folder=folder)
+    sizes = (config.schedules, config.num_ranks, config.num_microbatches)
+    times = (config.action_ms / 1e3, config.num_steps, config.repeats)
+    rows: list[OptimizerRow] = run_ranks(
+        measure_optimizer, (*sizes, *times, _say), num_ranks=config.num_ranks, folder=folder
+    )
     mapped = [_mapping(row) for row in rows]
     _print(mapped, console)
     return {"rows": mapped}
-
-
-def _rank(config: OptimizerBenchConfig) -> list[OptimizerRow]:
-    from counterflow.framework.bench.optimizer import measure_optimizer
-
-    return measure_optimizer(
-        config.schedules,
-        config.num_ranks,
-        config.num_microbatches,
-        config.action_ms / 1e3,
-        config.num_steps,
-        config.repeats,
-        _say,
-    )
 
 
 def _say(row: OptimizerRow) -> None:
@@ -60,12 +55,8 @@ def _mapping(row: OptimizerRow) -> dict[str, Any]:
     from counterflow.framework.bench.optimizer import Mode
 
     return {
-        "schedule": row.schedule,
-        "num_ranks": row.num_ranks,
-        "num_microbatches": row.num_microbatches,
+        **values_of(row, "schedule", "num_ranks", "num_microbatches", "theory_makespan_s", "theory_span_s"),
         "theory_ratio": row.theory_span_s / row.theory_makespan_s,
-        "theory_makespan_s": row.theory_makespan_s,
-        "theory_span_s": row.theory_span_s,
         "waits_s": row.median_s(Mode.WAITS),
         "ahead_s": row.median_s(Mode.AHEAD),
         "redone_s": row.median_s(Mode.REDONE),
@@ -76,15 +67,25 @@ def _mapping(row: OptimizerRow) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="a step with post-validation, over one that waits for the norm of all ranks",
-        title_justify="left",
-    )
-    for column in ("schedule", "theory", "measured", "every other one redone", "waiting, ms", "theory, ms"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    title = "a step with post-validation, over one that waits for the norm of all ranks"
+    columns = ("schedule", "theory", "measured", "every other one redone", "waiting, ms", "theory, ms")
+    table = new_table(title, columns, left=("schedule",))
     for row in rows:
         ratios = [f"{row[name]:.3f}" for name in ("theory_ratio", "ahead_ratio", "redone_ratio")]
         times = [f"{1e3 * row[name]:.0f}" for name in ("waits_s", "theory_makespan_s")]
         table.add_row(row["schedule"], *ratios, *times)
     table.caption = "theory: the longest time a rank has work, over the time from the first work to the last"
     console.print(table)
+
+
+BENCH = Bench(
+    name="optimizer",
+    summary="what optimizer.post_validation gains",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench optimizer  five schedules; about five minutes""",
+    output="""
+        rows.json, a table.""",
+    keys=OptimizerBenchConfig,
+    measure=measure,
+)

@@ -1,33 +1,36 @@
-"""`counterflow bench overlap` on local ranks, joined by a network that is slow on purpose."""
+"""Steps with overlapped pairs and without by turns, on four ranks over a slow network (namespaces where they
+are allowed, else a wait per byte): the share of the exchange that is hidden, and what a step gains.
+"""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import OverlapBenchConfig
-from counterflow.framework.bench.network import why_not
-from counterflow.launch.bench.picture import save_picture
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, pyplot, save_picture, values_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.overlap import Row, Workload
     from counterflow.parallel.pipeline.ir.trace import Trace
 
 TARGET_HIDDEN, TARGET_SPEEDUP = 0.85, 1.25
 
 
-def bench_overlap(config: OverlapBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: OverlapBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure, print a table, draw the last steps; what --json prints.
 
     Raises ValueError: where namespaces are asked for and cannot be made. RunFailedError: where a rank fails.
     """
-    from counterflow.framework.bench.overlap import NUM_RANKS, Workload, sleeping_workload
+    from counterflow.framework.bench.network import why_not
+    from counterflow.framework.bench.overlap import NUM_RANKS, Workload, measure_overlap, sleeping_workload
+    from counterflow.launch.bench.ranks import run_ranks
 
     reason = None if config.network == "injected" else why_not()
     if config.network == "namespaces" and reason is not None:
@@ -59,8 +62,8 @@ def bench_overlap(config: OverlapBenchConfig, folder: Path, console: Console) ->
     rows: list[Row] = []
     for workload in workloads:
         rows += run_ranks(
-            _rank,
-            (config, workload, bytes_per_s if is_injected else None),
+            partial(measure_overlap, injected_bytes_per_s=bytes_per_s if is_injected else None, report=_say),
+            (config.schedules, config.num_microbatches, config.repeats, workload),
             num_ranks=NUM_RANKS,
             folder=folder,
             mbit_per_s=None if is_injected else config.mbit_per_s,
@@ -69,19 +72,6 @@ def bench_overlap(config: OverlapBenchConfig, folder: Path, console: Console) ->
     _print(mappings, console)
     pictures = [str(draw(row, folder / f"overlap_{row.schedule}_{row.compute}.png", network)) for row in rows]
     return {"network": network, "rows": mappings, "png": pictures}
-
-
-def _rank(config: OverlapBenchConfig, workload: Workload, injected_bytes_per_s: float | None) -> list[Row]:
-    from counterflow.framework.bench.overlap import measure_overlap
-
-    return measure_overlap(
-        config.schedules,
-        config.num_microbatches,
-        config.repeats,
-        workload,
-        injected_bytes_per_s=injected_bytes_per_s,
-        report=_say,
-    )
 
 
 def _say(row: Row) -> None:
@@ -94,16 +84,9 @@ def _say(row: Row) -> None:
 
 def _mapping(row: Row) -> dict[str, Any]:
     return {
-        "schedule": row.schedule,
-        "compute": row.compute,
-        "num_stages": row.num_stages,
-        "num_microbatches": row.num_microbatches,
-        "alltoall_share": row.alltoall_share,
-        "hidden_share": row.hidden_share,
+        **values_of(row, "schedule", "compute", "num_stages", "num_microbatches", "alltoall_share"),
+        **values_of(row, "hidden_share", "hidden_share_of_step", "speedup", "speedup_of_minima"),
         "hidden_share_least": min(row.hidden_shares),
-        "hidden_share_of_step": row.hidden_share_of_step,
-        "speedup": row.speedup,
-        "speedup_of_minima": row.speedup_of_minima,
         "step_s": [each.step_s for each in row.with_overlap],
         "step_s_without": [each.step_s for each in row.without],
         "num_handovers": row.with_overlap[0].num_handovers,
@@ -111,10 +94,11 @@ def _mapping(row: Row) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="all-to-all under computation, and what it gains", title_justify="left")
-    for column in ("schedule", "compute", "share", "hidden", "step s", "without", "ratio", "minima"):
-        is_name = column in ("schedule", "compute")
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
+    import statistics
+
+    names = ("schedule", "compute")
+    columns = (*names, "share", "hidden", "step s", "without", "ratio", "minima")
+    table = new_table("all-to-all under computation, and what it gains", columns, left=names, no_wrap=True)
     for row in rows:
         table.add_row(
             row["schedule"],
@@ -134,10 +118,6 @@ def _print(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def draw(row: Row, path: Path, network: str) -> Path:
     """The last step without overlap above the one with it, on one scale; one rank of each pipeline rank."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     from counterflow.framework.bench.overlap import EXPERT_RANKS
@@ -155,7 +135,7 @@ def draw(row: Row, path: Path, network: str) -> Path:
     )
     length = max(trace.step_s for _, traces in panels for trace in traces)
     middle = min(trace.step_s for trace in row.traces_with) / 2
-    figure, grid = pyplot.subplots(2, 2, figsize=(15, 4.6), layout="constrained", sharex="col")
+    figure, grid = pyplot().subplots(2, 2, figsize=(15, 4.6), layout="constrained", sharex="col")
     seen: set[Activity] = set()
     for (title, traces), of_panel in zip(panels, grid, strict=True):
         for axes, limits in zip(of_panel, ((0, length), (middle, middle + length / 12)), strict=True):
@@ -190,3 +170,18 @@ def draw(row: Row, path: Path, network: str) -> Path:
         fontsize=11,
     )
     return save_picture(figure, path, dpi=130)
+
+
+BENCH = Bench(
+    name="overlap",
+    summary="how much of the experts' exchange of tokens the pairs of a schedule hide",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench overlap  dualpipe; about two minutes
+        counterflow bench overlap schedules=[dualpipe_v,interleaved_1f1b]  two others""",
+    output="""
+        rows.json, overlap_*.png and .svg: a step with overlap above one without.
+        --json: rows [{schedule, alltoall_share, hidden_share, speedup, step_s, step_s_without, ...}].""",
+    keys=OverlapBenchConfig,
+    measure=measure,
+)

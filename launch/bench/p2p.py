@@ -1,31 +1,34 @@
-"""`counterflow bench p2p` on local ranks: over loopback and, where namespaces are allowed, over a rate-limited link."""
+"""Transfers of an activation, and steps of sleeping stages, in chunks and whole by turns, over loopback and
+over an emulated link of limited rate (network namespaces: Linux, root).
+"""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import P2PBenchConfig
-from counterflow.framework.bench.network import why_not
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, values_of
 
 if TYPE_CHECKING:
-    from counterflow.framework.bench.p2p import Case, Row
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from counterflow.framework.bench.p2p import Row
 
 LOOPBACK = "loopback"
 
 
-def bench_p2p(config: P2PBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: P2PBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure, print a table and the verdict; what --json prints.
 
     Raises RunFailedError: where a rank fails.
     """
+    from counterflow.framework.bench.network import why_not
+
     rates = list(config.mbit_per_s)
     reason = why_not() if rates else None
     if reason is not None:
@@ -45,24 +48,15 @@ def bench_p2p(config: P2PBenchConfig, folder: Path, console: Console) -> dict[st
 
 
 def _measure(config: P2PBenchConfig, rate: float | None, folder: Path) -> list[Row]:
-    from counterflow.framework.bench.p2p import CASES
+    from counterflow.framework.bench.p2p import CASES, measure_p2p
+    from counterflow.launch.bench.ranks import run_ranks
 
     link = LOOPBACK if rate is None else f"{rate:g} Mbit/s"
-    return run_ranks(_rank, (config, CASES, link), num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate)
-
-
-def _rank(config: P2PBenchConfig, cases: Sequence[Case], link: str) -> list[Row]:
-    from counterflow.framework.bench.p2p import measure_p2p
-
-    return measure_p2p(
-        link,
-        cases,
-        [int(size * 2**20) for size in config.tensor_mib],
-        [size * 2**10 for size in config.chunk_kib],
-        action_s=config.action_ms / 1e3,
-        repeats=config.repeats,
-        report=_say,
-    )
+    tensors = [int(size * 2**20) for size in config.tensor_mib]
+    chunks = [size * 2**10 for size in config.chunk_kib]
+    measured = partial(measure_p2p, action_s=config.action_ms / 1e3, repeats=config.repeats, report=_say)
+    args = (link, CASES, tensors, chunks)
+    return run_ranks(measured, args, num_ranks=config.num_ranks, folder=folder, mbit_per_s=rate)
 
 
 def _say(row: Row) -> None:
@@ -75,15 +69,23 @@ def _sizes(row: Row) -> str:
 
 def _mapping(row: Row) -> dict[str, Any]:
     names = ("link", "case", "tensor_bytes", "chunk_bytes", "ratio", "verdict", "whole_s", "chunked_s")
-    return {name: getattr(row, name) for name in names}
+    return values_of(row, *names)
 
 
 def _print(rows: Sequence[Row], console: Console) -> None:
-    title = "transfers in chunks of so many KiB, beside the same whole"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in ("link", "case", "MiB", "KiB", "whole ms", "ratio", "of pairs", ""):
-        left = column in ("link", "case", "")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    import statistics
+
+    from rich.box import SIMPLE_HEAD
+
+    table = new_table(
+        "transfers in chunks of so many KiB, beside the same whole",
+        ("link", "case", "MiB", "KiB", "whole ms", "ratio", "of pairs", ""),
+        left=("link", "case", ""),
+        no_wrap=True,
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for row in rows:
         ratios = row.ratios
         table.add_row(
@@ -104,3 +106,17 @@ def _print(rows: Sequence[Row], console: Console) -> None:
         f"{counts['costs']} of {len(rows)} cases",
         highlight=False,
     )
+
+
+BENCH = Bench(
+    name="p2p",
+    summary="whether transfers in chunks (comm.p2p_chunk_bytes) pay",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench p2p  loopback and one emulated link
+        counterflow bench p2p mbit_per_s=[200,1000]  two emulated links""",
+    output="""
+        rows.json, a table.""",
+    keys=P2PBenchConfig,
+    measure=measure,
+)

@@ -1,20 +1,23 @@
-"""`counterflow bench schedules`: the runtime against its schedules and torch's: rows, a table and a picture."""
+"""With sleeping stages (every F, I and W sleeps, transfers are real) the ranks run side by side on any
+number of cores, and what a step takes beyond the simulation is the runtime's own; then a small Llama
+computes for real on two ranks. torch.distributed.pipelining runs the same stages, step by step in turn.
+On a busy machine every figure rises.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from counterflow.framework.bench.config import ScheduleBenchConfig
-from counterflow.launch.bench.picture import save_picture
-from counterflow.launch.bench.ranks import run_ranks
+from counterflow.launch.bench.bench import Bench
+from counterflow.launch.printing import new_table, pyplot, save_picture, values_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
     from counterflow.framework.bench.compute import ComputeRow
     from counterflow.framework.bench.schedules import Case, Row
 
@@ -22,11 +25,15 @@ _COMPUTE_RANKS, _COMPUTE_MICROBATCHES = 2, 8
 _COMPUTE_SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipe_v", "dualpipe")
 
 
-def bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
+def measure(config: ScheduleBenchConfig, folder: Path, console: Console) -> dict[str, Any]:
     """Measure sleeping stages, real compute or both; print the tables and draw the picture.
 
     Raises ValueError: where a schedule that was asked for does not take the sizes.
     """
+    from counterflow.framework.bench.compute import measure_compute
+    from counterflow.framework.bench.schedules import measure_sleeping
+    from counterflow.launch.bench.ranks import run_ranks
+
     result: dict[str, Any] = {}
     if config.mode in ("sleep", "both"):
         cases = _cases(config)
@@ -35,8 +42,8 @@ def bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console)
             f"{config.repeats} steps of each are counted"
         )
         rows = run_ranks(
-            _sleeping_rank,
-            (cases, config.action_ms / 1e3, config.repeats),
+            measure_sleeping,
+            (cases, config.action_ms / 1e3, config.repeats, _say),
             num_ranks=config.num_ranks,
             folder=folder,
         )
@@ -49,7 +56,12 @@ def bench_schedules(config: ScheduleBenchConfig, folder: Path, console: Console)
             f"a Llama of 16 M parameters on {_COMPUTE_RANKS} ranks, one thread each, {_COMPUTE_MICROBATCHES} "
             f"micro-batches; {config.repeats} steps of each are counted"
         )
-        compute = run_ranks(_compute_rank, (wanted, config.repeats), num_ranks=_COMPUTE_RANKS, folder=folder)
+        compute = run_ranks(
+            measure_compute,
+            (wanted, _COMPUTE_MICROBATCHES, config.repeats),
+            num_ranks=_COMPUTE_RANKS,
+            folder=folder,
+        )
         result["compute_rows"] = [_compute_mapping(row) for row in compute]
         _print_compute(result["compute_rows"], console)
     return result
@@ -79,52 +91,32 @@ def _cases(config: ScheduleBenchConfig) -> list[Case]:
 
 def _sleep_mapping(row: Row) -> dict[str, Any]:
     return {
-        "schedule": row.schedule,
-        "num_stages": row.num_stages,
-        "num_microbatches": row.num_microbatches,
-        "theory_idle": row.theory_idle,
-        "executed_idle": row.executed_idle,
-        "measured_idle": row.measured_idle,
-        "best_idle": row.best_idle,
-        "torch_idle": row.torch_idle,
-        "ratio_to_torch": row.ratio_to_torch,
+        **values_of(row, "schedule", "num_stages", "num_microbatches", "theory_idle", "executed_idle"),
+        **values_of(row, "measured_idle", "best_idle", "torch_idle", "ratio_to_torch"),
         "step_s": [timing.step_s for timing in row.ours],
         "torch_step_s": [timing.step_s for timing in row.torch],
     }
 
 
 def _compute_mapping(row: ComputeRow) -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "ratio_to_limit": row.ratio_to_limit}
+    from dataclasses import asdict
+
+    return {**asdict(row), "ratio_to_limit": row.ratio_to_limit}
 
 
 def _print_sleep(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="idle share of a step: theory, theory with early sends, measured", title_justify="left"
-    )
-    for column in (
-        "schedule",
-        "stages",
-        "m",
-        "theory",
-        "executed",
-        "median",
-        "best",
-        "torch",
-        "step / torch's",
-    ):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    columns = {
+        "theory": "theory_idle",
+        "executed": "executed_idle",
+        "median": "measured_idle",
+        "best": "best_idle",
+        "torch": "torch_idle",
+        "step / torch's": "ratio_to_torch",
+    }
+    title = "idle share of a step: theory, theory with early sends, measured"
+    table = new_table(title, ("schedule", "stages", "m", *columns), left=("schedule",))
     for row in rows:
-        figures = [
-            row[name]
-            for name in (
-                "theory_idle",
-                "executed_idle",
-                "measured_idle",
-                "best_idle",
-                "torch_idle",
-                "ratio_to_torch",
-            )
-        ]
+        figures = [row[name] for name in columns.values()]
         sizes = (str(row["num_stages"]), str(row["num_microbatches"]))
         table.add_row(
             row["schedule"], *sizes, *("" if figure is None else f"{figure:.3f}" for figure in figures)
@@ -133,9 +125,9 @@ def _print_sleep(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def _print_compute(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="real compute: tokens/s, against torch's 1F1B and the limit", title_justify="left")
-    for column in ("schedule", "m", "tokens/s", "over torch's 1f1b", "of the limit", "theory idle"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    title = "real compute: tokens/s, against torch's 1F1B and the limit"
+    columns = ("schedule", "m", "tokens/s", "over torch's 1f1b", "of the limit", "theory idle")
+    table = new_table(title, columns, left=("schedule",))
     for row in rows:
         figures = [f"{row[name]:.3f}" for name in ("ratio_to_torch_1f1b", "ratio_to_limit", "theory_idle")]
         table.add_row(row["schedule"], str(row["num_microbatches"]), f"{row['tokens_per_s']:,.0f}", *figures)
@@ -145,12 +137,7 @@ def _print_compute(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _draw(rows: Sequence[dict[str, Any]], path: Path, config: ScheduleBenchConfig) -> Path:
     """Bars of idle share: what theory leaves, what we measured above it, and torch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.6), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(9, 0.6 * len(rows) + 1.6), layout="constrained")
     positions = [-float(index) for index in range(len(rows))]
     axes.barh(
         positions,
@@ -181,20 +168,25 @@ def _draw(rows: Sequence[dict[str, Any]], path: Path, config: ScheduleBenchConfi
     return save_picture(figure, path)
 
 
-def _sleeping_rank(cases: Sequence[Case], action_s: float, repeats: int) -> Any:
-    from counterflow.framework.bench.schedules import measure_sleeping
-
-    return measure_sleeping(cases, action_s, repeats, _say)
-
-
-def _compute_rank(schedules: Sequence[str], repeats: int) -> Any:
-    from counterflow.framework.bench.compute import measure_compute
-
-    return measure_compute(schedules, _COMPUTE_MICROBATCHES, repeats)
-
-
 def _say(row: Row) -> None:
     print(
         f"  {row.schedule}, m={row.num_microbatches}: theory {row.theory_idle:.3f}, measured {row.measured_idle:.3f}",
         flush=True,
     )
+
+
+BENCH = Bench(
+    name="schedules",
+    summary="how close the runtime comes to its schedules, beside torch's runtime",
+    about=__doc__ or "",
+    examples="""
+        counterflow bench schedules  everything; about ten minutes
+        counterflow bench schedules mode=sleep schedules=[dualpipe] num_microbatches=[20,32]  two rows
+        counterflow bench schedules mode=compute repeats=3  real compute only""",
+    output="""
+        rows.json, schedules.png and .svg.
+        --json: rows [{schedule, num_stages, num_microbatches, measured_idle, theory_idle, ratio_to_torch}],
+        compute_rows [{schedule, tokens_per_s, ratio_to_torch_1f1b, ratio_to_limit}].""",
+    keys=ScheduleBenchConfig,
+    measure=measure,
+)

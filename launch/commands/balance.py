@@ -1,60 +1,79 @@
-"""`counterflow balance RUN`: how evenly a run's experts were loaded, and what other placements would make of it."""
+"""Sums up how often the tokens of a run chose each expert, layer by layer, and places the experts on the
+ranks of an expert axis: in order, packed by load, and with spare slots for replicas of hot experts
+(groups to nodes, replicas to ranks, as DeepSeek's EPLB). Prints the largest load of a rank over the
+mean. In training, balance.interval_steps=N moves experts by the same rules, and
+balance.num_redundant_experts makes room for replicas.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from counterflow.launch.command import A_RUN, Command, Help, LaunchOptions, UsageError
+from counterflow.launch.printing import new_table, print_paths, pyplot, save_picture
 
-from counterflow.framework.config.mapping import from_mapping
-from counterflow.framework.metrics.sinks import METRICS_FILE, iterate_records
-from counterflow.parallel.expert.exchange import even_placement
-from counterflow.parallel.expert.placement import (
-    ExpertLayout,
-    ExpertsByRank,
-    imbalance,
-    place_experts,
-    rank_loads,
-)
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from counterflow.framework.experts.balance_plan import BalancePlan
+    from counterflow.parallel.expert.placement import ExpertsByRank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancePlan:
-    """`counterflow balance`: the ranks to place a run's experts on.
+_OUTPUT = """
+        RUN/balance.png and .svg (or in --out): loads of ranks by layer.
+        --json: layers, before [of each layer], after {spare slots: [of each layer]}, placements {spare slots:
+        [layer][rank][slot]}, png."""
+_EXAMPLES = f"""
+        counterflow balance {A_RUN}  on four ranks
+        counterflow balance {A_RUN} num_ranks=8 num_nodes=2 num_groups=4  two nodes
+        counterflow balance {A_RUN} last_steps=50 --json  the placements as JSON"""
 
-    num_ranks: of the expert axis. num_redundant_experts: for replicas on each rank, one placement for each number.
-    num_nodes, num_groups: see `ExpertLayout`. last_steps: whose loads are summed; 0: of every step.
+
+def help_on(words: Sequence[str]) -> Help:
+    """The help, with the keys of the plan."""
+    from counterflow.framework.experts.balance_plan import BalancePlan
+    from counterflow.framework.keys import keys_text
+
+    return Help(
+        argument="RUN [KEY=VALUE ...]",
+        about=__doc__ or "",
+        keys=keys_text(BalancePlan),
+        keys_heading="its keys, with their defaults:",
+        examples=_EXAMPLES,
+        output=_OUTPUT,
+    )
+
+
+def read(words: Sequence[str]) -> tuple[Path, BalancePlan]:
+    """The folder of the run, and the KEY=VALUE words as a plan.
+
+    Raises UsageError: without a folder. Raises ValueError: for an unknown key or a value that does not fit.
     """
+    from pathlib import Path
 
-    num_ranks: int = 4
-    num_redundant_experts: tuple[int, ...] = (0, 1, 2)
-    num_nodes: int = 1
-    num_groups: int = 1
-    last_steps: int = 0
+    from counterflow.framework.experts.balance_plan import BalancePlan
+    from counterflow.launch.keys import read_keys
 
-    def __post_init__(self) -> None:
-        if self.num_ranks < 2:
-            raise ValueError(f"num_ranks={self.num_ranks}: experts are shared out to 2 ranks or more")
-        if not self.num_redundant_experts or min(self.num_redundant_experts) < 0:
-            raise ValueError(
-                f"num_redundant_experts={list(self.num_redundant_experts)}: one number or more, each 0 or more"
-            )
-        if self.last_steps < 0:
-            raise ValueError(f"last_steps={self.last_steps}: a number of steps, or 0 for all")
+    if not words or "=" in words[0]:
+        raise UsageError(f"balance takes the folder of a run first, as in counterflow balance {A_RUN}")
+    return Path(words[0]), read_keys(BalancePlan, words[1:])
 
 
-def run(run_dir: Path, plan: BalancePlan, out: Path, *, console: Console | None = None) -> dict[str, Any]:
-    """Place the experts of the run in `run_dir` by its recorded loads; a table, and a picture under `out`.
+def run(run_and_plan: tuple[Path, BalancePlan], options: LaunchOptions) -> dict[str, Any]:
+    """Place the experts of a run by its recorded loads; a table, and a picture under --out or in the run's folder.
 
-    Returns what `--json` prints: layers, num_steps, before and after {spare slots: [imbalance of each layer]},
-    placements {spare slots: [layer][rank][slot]} and the path of the picture.
-
+    Returns what `--json` prints.
     Raises ValueError: where the run recorded no loads, or the sizes do not fit them.
     """
+    from rich.console import Console
+
+    from counterflow.parallel.expert.exchange import even_placement
+    from counterflow.parallel.expert.placement import ExpertLayout, imbalance, place_experts
+
+    run_dir, plan = run_and_plan
     loads, num_steps = recorded_loads(run_dir, plan.last_steps)
     num_experts = len(next(iter(loads.values())))
     # Refuses what does not divide, with the remedy.
@@ -74,10 +93,10 @@ def run(run_dir: Path, plan: BalancePlan, out: Path, *, console: Console | None 
         spare: [imbalance(layer, placed) for layer, placed in zip(loads.values(), layers, strict=True)]
         for spare, layers in placements.items()
     }
-    picture = _draw(loads, even, placements, out / "balance.png")
-    if console is not None:
-        _print(console, list(loads), before, after, f"{num_steps} steps, {plan.num_ranks} ranks")
-        console.print(f"{picture}  (loads of ranks)", soft_wrap=True, highlight=False, markup=False)
+    picture = _draw(loads, even, placements, (options.out or run_dir) / "balance.png")
+    console = Console()
+    _print(console, list(loads), before, after, f"{num_steps} steps, {plan.num_ranks} ranks")
+    print_paths(console, [(picture, "loads of ranks")])
     return {
         "run_dir": str(run_dir),
         "num_steps": num_steps,
@@ -89,22 +108,14 @@ def run(run_dir: Path, plan: BalancePlan, out: Path, *, console: Console | None 
     }
 
 
-def plan_from(words: Sequence[str]) -> BalancePlan:
-    """KEY=VALUE words as a plan.
-
-    Raises ValueError: for an unknown key or a value that does not fit.
-    """
-    from counterflow.launch.compose import values_of
-
-    return from_mapping(BalancePlan, values_of(words))
-
-
 def recorded_loads(run_dir: Path, last_steps: int = 0) -> tuple[dict[int, list[float]], int]:
     """The loads of each layer of experts, summed over those of the last steps (0: all) of a run that have them in
     their records, and over how many.
 
     Raises ValueError: where there are none.
     """
+    from counterflow.framework.metrics.sinks import METRICS_FILE, iterate_records
+
     if not run_dir.is_dir():
         what = "is a file, not the folder of a run" if run_dir.exists() else "there is no such folder"
         raise ValueError(f"{run_dir}: {what}; name that of a run, as in counterflow balance runs/RUN")
@@ -138,11 +149,8 @@ def _print(
     after: Mapping[int, list[float]],
     of: str,
 ) -> None:
-    table = Table(title=f"largest load of a rank over the mean ({of})", title_justify="left")
-    table.add_column("layer", justify="right")
-    table.add_column("in order", justify="right")
-    for spare in after:
-        table.add_column(f"+{spare} a rank" if spare else "packed", justify="right")
+    titles = ("layer", "in order", *map(_placed, after))
+    table = new_table(f"largest load of a rank over the mean ({of})", titles)
     columns = [before, *after.values()]
     for row, layer in enumerate(layers):
         table.add_row(str(layer), *(f"{column[row]:.3f}" for column in columns))
@@ -162,13 +170,10 @@ def _draw(
     path: Path,
 ) -> Path:
     """Layers by ranks, one panel a placement: each rank's load over the mean."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from counterflow.parallel.expert.placement import rank_loads
 
     panels = {"in order": (even,) * len(loads)}
-    panels |= {f"+{spare} a rank" if spare else "packed": layers for spare, layers in placements.items()}
+    panels |= {_placed(spare): layers for spare, layers in placements.items()}
     shares = {
         name: [
             [load * len(placed) / sum(values) for load in rank_loads(values, placed)]
@@ -178,7 +183,7 @@ def _draw(
     }
     largest = max(max(map(max, rows)) for rows in shares.values())
     size = (1.2 + 2.2 * len(shares), 1.4 + 0.22 * len(loads))
-    figure, axes = pyplot.subplots(1, len(shares), figsize=size, layout="constrained", squeeze=False)
+    figure, axes = pyplot().subplots(1, len(shares), figsize=size, layout="constrained", squeeze=False)
     image = None
     for panel, (name, rows) in zip(axes[0], shares.items(), strict=True):
         image = panel.imshow(rows, aspect="auto", cmap="RdBu_r", vmin=2 - largest, vmax=largest)
@@ -188,7 +193,17 @@ def _draw(
     axes[0][0].set_ylabel("layer")
     if image is not None:
         figure.colorbar(image, ax=axes, label="load over the mean")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    return save_picture(figure, path)
+
+
+def _placed(spare: int) -> str:
+    return f"+{spare} a rank" if spare else "packed"
+
+
+COMMAND = Command(
+    name="balance",
+    summary="place a run's experts by their recorded loads, and show what that gains",
+    help=help_on,
+    read=read,
+    run=run,
+)

@@ -1,19 +1,41 @@
-"""`counterflow memory`: train one step and report what each rank holds between steps."""
+"""Trains one step and prints, for each rank, the bytes of parameters, gradients and optimizer state that
+stay between steps, and the activations that were live at once beside what cost model and simulator say.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.checks.rules import check
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
-from counterflow.framework.devices import check_devices
-from counterflow.framework.trainer.run import RunContext
-from counterflow.launch.commands.parity import layout_text
-from counterflow.launch.commands.train import LaunchOptions, prepare_run
+from counterflow.launch.command import LAYOUT_KEYS, Command, Help, LaunchOptions
+from counterflow.launch.printing import new_table, print_lines, say
+
+if TYPE_CHECKING:
+    from counterflow.framework.config.tree import TrainConfig
+
+_HELP = Help(
+    about=__doc__ or "",
+    keys=LAYOUT_KEYS
+    + """
+    zero.stage=3  0, 1, 2, 3
+    recompute.mode=full  none, full, selective, auto: what is run again instead of kept
+    model=small  the model's shape""",
+    examples="""
+        counterflow memory  the main job
+        counterflow memory --multirun schedule=1f1b,dualpipe  does the second copy cost memory?
+        counterflow memory --multirun zero.stage=0,1,2,3  what each ZeRO stage saves
+        counterflow memory --multirun recompute.mode=none,full  what recomputation saves""",
+    output="""
+        runs/<date-time>-memory-<config hash>/config.yaml (or --out).
+        --json: persistent_max, persistent_mean (bytes), ranks [{parameters, gradients, optimizer, ...}].""",
+)
+
+
+def check(config: TrainConfig) -> None:
+    """Raises ConfigError: for what cannot run, and for what holds an unknown number of bytes."""
+    from counterflow.framework.checks import rules
+
+    rules.check(config, "memory")
 
 
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
@@ -21,28 +43,17 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
-    config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
-    check(config, "memory")
-    check_devices(config, config.parallel.world_size)
-    from counterflow.framework.checks.memory import to_mapping
-    from counterflow.launch.ranks.elastic import run_local
+    from counterflow.framework.checks.memory import run_memory_rank, to_mapping
+    from counterflow.framework.devices import check_devices
+    from counterflow.launch.runs import layout_text, prepare_run, start_ranks, without_records
 
+    config = without_records(config)
+    check(config)
+    check_devices(config, config.parallel.world_size)
     context = prepare_run(config, options, time.time(), kind="memory")
-    print(
-        f"one step of {layout_text(config)} on {config.parallel.world_size} ranks",
-        file=sys.stderr,
-        flush=True,
-    )
-    ranks = run_local(
-        _rank,
-        (config, context),
-        num_ranks=config.parallel.world_size,
-        run_dir=context.run_dir,
-        hidden=context.hidden,
-        threads_per_rank=config.launcher.threads_per_rank,
-        grace_s=config.launcher.grace_s,
-    )
-    rows = to_mapping(ranks)
+    say(f"one step of {layout_text(config)} on {config.parallel.world_size} ranks")
+    of_ranks = start_ranks(config, context.run_dir, run_memory_rank, config, context, hidden=context.hidden)
+    rows = to_mapping(of_ranks)
     return {
         "layout": layout_text(config),
         "run_dir": str(context.run_dir),
@@ -57,17 +68,15 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 def print_result(result: dict[str, Any]) -> None:
     """A table, one line a rank."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        title=f"{result['layout']}: memory of each rank after one step, in MiB", title_justify="left"
-    )
     has_experts = any(row["experts"] for row in result["ranks"])
     elsewhere = [name for name in ("host", "disk") if any(row[name] for row in result["ranks"])]
     columns = ("parameters", "gradients", "optimizer", "persistent", *(["experts"] * has_experts), *elsewhere)
     titles = ["together" if column == "persistent" else column for column in columns]
-    for title in ("rank", *titles, "activations", "live"):
-        table.add_column(title, justify="right")
+    table = new_table(
+        f"{result['layout']}: memory of each rank after one step, in MiB",
+        ("rank", *titles, "activations", "live"),
+    )
     for rank, row in enumerate(result["ranks"]):
         sizes = [f"{row[name] / 2**20:.2f}" for name in columns]
         kept = f"{row['activations'] / 2**20:.2f} ({row['expected_activations'] / 2**20:.2f})"
@@ -84,9 +93,7 @@ def print_result(result: dict[str, Any]) -> None:
     console.print(table)
     if result["recomputed"]:
         again = result["hardware_flops_per_token"] / result["training_flops_per_token"] - 1
-        console.print(
-            f"recomputed: {'; '.join(result['recomputed'])} ({again:.1%} more FLOPs)", soft_wrap=True
-        )
+        print_lines(console, f"recomputed: {'; '.join(result['recomputed'])} ({again:.1%} more FLOPs)")
 
 
 def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
@@ -110,7 +117,12 @@ def _recomputed(config: TrainConfig, data_vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _rank(config: TrainConfig, context: RunContext) -> Any:
-    from counterflow.framework.checks.memory import run_memory_rank
-
-    return run_memory_rank(config, context, int(os.environ["LOCAL_RANK"]))
+COMMAND = Command(
+    name="memory",
+    summary="what each rank holds between steps, in bytes",
+    help=_HELP,
+    run=run,
+    print_result=print_result,
+    check=check,
+    columns=("persistent_max", "persistent_mean", "activations_max"),
+)

@@ -1,28 +1,41 @@
-"""`counterflow parity`: train the same model, data and seed in a layout and in one process, and compare.
-
-`python -m counterflow.launch.commands.parity` runs the whole grid of layouts that fit eight ranks (`make parity`).
+"""Trains the same model, data and seed for five steps in the configured layout and once more in one
+process, and prints the largest relative difference of loss, gradients and parameters. In fp32, losses
+and the first step's gradients are held to 1e-5, parameters to what Adam may make of rounding; the exit
+code is 1 where they miss it.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.checks.rules import check
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
-from counterflow.framework.devices import check_devices
-from counterflow.framework.errors import RunFailedError, RunInterruptedError
-from counterflow.framework.trainer.run import RunContext
-from counterflow.launch.commands.train import LaunchOptions, make_run_dir, prepare_run, short_path
+from counterflow.launch.command import LAYOUT_KEYS, Command, Help, LaunchOptions
+from counterflow.launch.printing import say
 
-_MAX_RANKS = 8
+if TYPE_CHECKING:
+    from counterflow.framework.config.tree import TrainConfig
+
+_HELP = Help(
+    about=__doc__ or "",
+    keys=LAYOUT_KEYS
+    + """
+    zero.stage=3  0, 1, 2, 3
+    model.tie_embeddings=true  tied embeddings""",
+    examples="""
+        counterflow parity  the main job's layout
+        counterflow parity schedule=1f1b zero.stage=2 parallel.tensor_parallel_size=1  another
+        counterflow parity --multirun zero.stage=0,1,2,3  every ZeRO stage""",
+    output="""
+        runs/<date-time>-parity-<config hash>/config.yaml (or --out).
+        --json: loss_rel, grad_rel, param_rel, holds. `make parity` runs the whole grid.""",
+)
+
+
+def check(config: TrainConfig) -> None:
+    """Raises ConfigError: for what cannot run, and for what five steps beside one process cannot judge."""
+    from counterflow.framework.checks import rules
+
+    rules.check(config, "parity")
 
 
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
@@ -30,90 +43,37 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
-    # Neither records nor checkpoints: the comparison reads its own files.
-    config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
-    check(config, "parity")
-    check_devices(config, config.parallel.world_size)
+    import tempfile
+    from pathlib import Path
 
     from counterflow.framework.checkpoint.manifest import step_folder
-    from counterflow.framework.checks.parity import NUM_STEPS, reference_config, to_mapping
-    from counterflow.launch.ranks.elastic import run_local
+    from counterflow.framework.checks.parity import (
+        NUM_STEPS,
+        reference_config,
+        run_layout_rank,
+        run_reference_rank,
+        to_mapping,
+    )
+    from counterflow.framework.devices import check_devices
+    from counterflow.launch.runs import layout_text, prepare_run, short_path, start_ranks, without_records
 
+    config = without_records(config)
+    check(config)
+    check_devices(config, config.parallel.world_size)
     reference = reference_config(config)
     context = prepare_run(config, options, time.time(), kind="parity")
-    _say(f"parity of {layout_text(config)} with one process, in {short_path(context.run_dir)}")
+    say(f"parity of {layout_text(config)} with one process, in {short_path(context.run_dir)}")
     with tempfile.TemporaryDirectory(prefix=".parity-", dir=context.run_dir) as name:
         folder = step_folder(Path(name), NUM_STEPS)
-        _say(f"training on {config.parallel.world_size} ranks")
-        trail = run_local(
-            _layout_rank,
-            (config, context, folder),
-            num_ranks=config.parallel.world_size,
-            run_dir=context.run_dir,
-            hidden=context.hidden,
-            threads_per_rank=config.launcher.threads_per_rank,
-            grace_s=config.launcher.grace_s,
-        )[0]
-        _say(f"training on one rank, {reference.schedule.num_microbatches} micro-batches a step")
-        (parity,) = run_local(
-            _reference_rank,
-            (config, context, folder, trail),
-            num_ranks=1,
-            run_dir=context.run_dir,
-            hidden=context.hidden,
-            threads_per_rank=config.launcher.threads_per_rank,
-            grace_s=config.launcher.grace_s,
+        say(f"training on {config.parallel.world_size} ranks")
+        of_layout = (config, context, folder)
+        trail, *_ = start_ranks(config, context.run_dir, run_layout_rank, *of_layout, hidden=context.hidden)
+        say(f"training on one rank, {reference.schedule.num_microbatches} micro-batches a step")
+        of_one = (config, context, folder, trail)
+        (parity,) = start_ranks(
+            config, context.run_dir, run_reference_rank, *of_one, hidden=context.hidden, num_ranks=1
         )
     return {"layout": layout_text(config), "run_dir": str(context.run_dir), **to_mapping(parity)}
-
-
-def layout_text(config: TrainConfig) -> str:
-    """A layout in a few characters, as `tp2 pp2 dp2 zero3 dualpipe`."""
-    parallel = config.parallel
-    experts = f"ep{parallel.expert_parallel_size} " if config.model.moe.num_experts else ""
-    return (
-        f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} dp{parallel.data_parallel_size} "
-        f"{experts}zero{config.zero.stage} {config.schedule.name}"
-    )
-
-
-def grid(*, has_experts: bool = False) -> Iterator[list[str]]:
-    """The overrides of every layout that fits eight ranks, for a model with experts or without."""
-    yield from _expert_grid() if has_experts else _dense_grid()
-
-
-def _expert_grid() -> Iterator[list[str]]:
-    """As many data-parallel ranks as share the experts out with the tensor-parallel ones, or twice as many."""
-    schedules = ("1f1b", "dualpipe", "dualpipe_v", "zbv")
-    for expert, pipeline, tensor, copies, stage, schedule in product(
-        (2, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), schedules
-    ):
-        data = copies * max(expert, tensor) // tensor
-        if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
-            continue
-        yield [
-            f"parallel.expert_parallel_size={expert}",
-            f"parallel.tensor_parallel_size={tensor}",
-            f"parallel.pipeline_parallel_size={pipeline}",
-            f"parallel.data_parallel_size={data}",
-            f"zero.stage={stage}",
-            f"schedule={schedule}",
-            f"model.num_layers={max(4, 2 * pipeline)}",
-        ]
-
-
-def _dense_grid() -> Iterator[list[str]]:
-    axes = product((1, 2), (1, 2, 4), (1, 2), (0, 1, 2, 3), ("gpipe", "1f1b", "dualpipe"))
-    for tensor, pipeline, data, stage, schedule in axes:
-        if tensor * pipeline * data > _MAX_RANKS or (schedule == "dualpipe" and pipeline == 1):
-            continue
-        yield [
-            f"parallel.tensor_parallel_size={tensor}",
-            f"parallel.pipeline_parallel_size={pipeline}",
-            f"parallel.data_parallel_size={data}",
-            f"zero.stage={stage}",
-            f"schedule={schedule}",
-        ]
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -148,64 +108,12 @@ def print_result(result: dict[str, Any]) -> None:
     print(f"{what} {verdict} the fp32 bound of {result['tolerance']:g}")
 
 
-def _layout_rank(config: TrainConfig, context: RunContext, folder: Path) -> Any:
-    from counterflow.framework.checks.parity import run_layout_rank
-
-    return run_layout_rank(config, context, int(os.environ["LOCAL_RANK"]), folder)
-
-
-def _reference_rank(config: TrainConfig, context: RunContext, folder: Path, trail: Any) -> Any:
-    from counterflow.framework.checks.parity import run_reference_rank
-
-    return run_reference_rank(config, context, int(os.environ["LOCAL_RANK"]), folder, trail)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    """Run the whole grid, with the overrides of the command line on top; 0 where every layout holds."""
-    from counterflow.launch.compose import compose_config
-
-    extra = sys.argv[1:]
-    missed: list[str] = []
-    try:
-        layouts = list(grid(has_experts=compose_config(extra).model.moe.num_experts > 0))
-        configs = [compose_config([*overrides, *extra]) for overrides in layouts]
-        for config in configs:
-            check(config)
-        folder = make_run_dir(Path(configs[0].launcher.runs_dir), "parity-grid")
-        for number, config in enumerate(configs, start=1):
-            layout = layout_text(config)
-            options = LaunchOptions(
-                out=folder / layout.replace(" ", "-"),
-                command=("counterflow", "parity", *layouts[number - 1], *extra),
-            )
-            try:
-                result = run(config, options)
-                verdict = "holds" if result["holds"] else "FAILS"
-                told = (
-                    f"loss {result['loss_rel']:.1e}  gradients {result['grad_rel']:.1e}  "
-                    f"parameters {result['param_rel']:.1e}  {verdict}"
-                )
-            except RunFailedError as error:
-                verdict, told = "FAILS", str(error)
-            print(f"[{number}/{len(layouts)}] {layout:<32} {told}", flush=True)
-            if verdict == "FAILS":
-                missed.append(layout)
-    except ValueError as error:
-        _say(f"error: {error}")
-        return 2
-    except RunInterruptedError as error:
-        _say(str(error))
-        return 128 + error.signal_number
-    print(
-        f"{len(layouts) - len(missed)} of {len(layouts)} layouts hold"
-        + (f"; not: {missed}" if missed else "")
-    )
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+COMMAND = Command(
+    name="parity",
+    summary="check a layout against one process: loss, gradients, parameters",
+    help=_HELP,
+    run=run,
+    print_result=print_result,
+    check=check,
+    columns=("loss_rel", "grad_rel", "param_rel", "holds"),
+)

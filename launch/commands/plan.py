@@ -1,17 +1,38 @@
-"""`counterflow plan --model-only`: what a model costs, whatever runs it. Starts no rank and builds no model."""
+"""plan --model-only: parameters, those that a token passes, and training FLOPs per token of a shape, with
+what each layer has of them, as formulas say: nothing is built, so the largest shapes answer at once.
+Sequences have model.max_seq_length tokens. Searching a layout for a cluster is not there yet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.config.tree import TrainConfig
-from counterflow.models.cost import LayerCost, ModelCost, model_cost
+from counterflow.launch.command import Command, Help, LaunchOptions, Option, UsageError
+from counterflow.launch.printing import new_table, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from counterflow.framework.config.tree import TrainConfig
+    from counterflow.models.cost import LayerCost, ModelCost
+
+_HELP = Help(
+    about=__doc__ or "",
+    keys="""
+        model=deepseek_v3_671b  one of conf/model, or values of your own
+        model.max_seq_length=4096  tokens of the sequences that attention's FLOPs are counted at
+        model.vocab_size=32000  null takes the tokenizer's
+        model.moe.num_experts_per_token=4  routed experts that a token goes to""",
+    examples="""
+        counterflow plan --model-only model=deepseek_v3_671b  671 B, 37 B active, 250 GFLOPs a token
+        counterflow plan --model-only --json model=mixtral_8x7b  the same as JSON
+        counterflow plan --model-only --multirun model=qwen3_235b_a22b,kimi_k2_1t  \
+a table; 'model=glob(*)' is every shape""",
+    output="""
+        Nothing is written. --json: parameters, active_parameters, embedding_parameters,
+        training_flops_per_token, mtp, layers [{kind, first, count, attention, routed_experts, ...}].""",
+)
 # Rows of the table of layers: heading, and the field of the record.
 _PARTS = (
     ("attention", "attention"),
@@ -24,13 +45,27 @@ _PARTS = (
 )
 
 
-def run(config: TrainConfig, *, console: Console) -> dict[str, Any]:
+def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
+    """`count_model`, printed. Raises UsageError: without --model-only."""
+    if not options.own["model_only"]:
+        raise UsageError("plan: layouts are not searched yet, only the model is counted; add --model-only")
+    from rich.console import Console
+
+    # A sweep ends in one table of all.
+    return count_model(config, console=Console(quiet=options.in_sweep))
+
+
+def count_model(config: TrainConfig, *, console: Console) -> dict[str, Any]:
     """Print parameters, active parameters and FLOPs per token of `config.model`, and what each layer has of them.
 
     Sequences have model.max_seq_length tokens; the vocabulary is the model's or, where it has none, the tokenizer's.
     Returns what `--json` prints. parameters, active_parameters and the FLOPs are of the model that is left after
     training; `mtp` has what MTP modules add, or None.
     """
+    from dataclasses import asdict
+
+    from counterflow.models.cost import model_cost
+
     vocab_size = config.expected_vocab_size
     seq_length = config.model.max_seq_length
     whole = model_cost(config.model, seq_length=seq_length, vocab_size=vocab_size)
@@ -79,18 +114,13 @@ def _print(console: Console, name: str, cost: ModelCost, full: ModelCost, mtp: d
             f"MTP adds            {readable(mtp['parameters'])} parameters, {readable(mtp['active_parameters'])} "
             f"active, {readable_flops(mtp['training_flops_per_token'])} training FLOPs a token"
         )
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_lines(console, *lines)
 
 
 def _print_layers(console: Console, cost: ModelCost) -> None:
     """A column for each kind of layer, a row for each part."""
-    from rich.table import Table
-
-    table = Table(title="parameters of one layer", title_justify="left")
-    table.add_column("")
-    for title in (*map(_layers_text, cost.layers), "embedding", "norm, head"):
-        table.add_column(title, justify="right")
+    columns = ("", *map(_layers_text, cost.layers), "embedding", "norm, head")
+    table = new_table("parameters of one layer", columns, left=("",))
     ends = {"parameters", "active_parameters"}
     for title, name in _PARTS:
         values = [getattr(run, name) for run in cost.layers]
@@ -133,3 +163,15 @@ def _scaled(count: float, units: Sequence[str]) -> str:
             return f"{count:.0f}" if unit == "" else f"{count:.2f}{unit}"
         count /= 1000
     raise AssertionError("the last unit takes any count")
+
+
+COMMAND = Command(
+    name="plan",
+    summary="count a model's parameters and FLOPs; starts no rank",
+    help=_HELP,
+    run=run,
+    check=lambda config: None,
+    columns=("parameters", "active_parameters", "training_flops_per_token", "mtp.parameters"),
+    options=(Option("--model-only", "plan: count the model, search no layout"),),
+    takes_out=False,
+)

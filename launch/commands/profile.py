@@ -1,22 +1,38 @@
-"""`counterflow profile`: measure the costs of the pipeline's stages on this machine and write them to a file."""
+"""Cuts the model into the schedule's stages, times F, I, W and B of each on one rank (or on the ranks of
+its tensor axis), and the link between two local ranks with messages of the real size. Writes a file
+that schedule.costs.profile reads.
+"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import tempfile
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from counterflow.framework.checks.rules import build_schedule, check
-from counterflow.framework.config.mapping import config_hash
-from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
-from counterflow.framework.devices import check_devices, devices_here
-from counterflow.framework.errors import ConfigError
-from counterflow.launch.commands.train import LaunchOptions, hidden_in, short_path
-from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, save_profile
+from counterflow.launch.command import Command, Help, LaunchOptions
+from counterflow.launch.printing import new_table, print_lines, readable_bytes, say
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from counterflow.framework.config.tree import TrainConfig
+    from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile
+
+_HELP = Help(
+    about=__doc__ or "",
+    keys="""
+        model=tiny  the model's shape
+        parallel.pipeline_parallel_size=4  pipeline ranks
+        schedule=zbv  whose stages: two a rank for the V-shaped ones, else one
+        data.micro_batch_size=2  samples of a micro-batch
+        precision=bf16  fp32, bf16 or fp16""",
+    examples="""
+        counterflow profile parallel.pipeline_parallel_size=4  the stages of the default schedule
+        counterflow profile schedule=zbv --out mine.json  two stages a rank, into a file of your own
+        counterflow profile --multirun data.micro_batch_size=1,2,4  a table of three sizes""",
+    output="""
+        runs/profile-s<stages>-<hash>.json (or --out FILE.json, or --out DIR for DIR/profile.json).
+        Use it: counterflow simulate schedule=auto schedule.costs.profile=FILE ...
+        --json: path, num_stages, stages [{forward_s, ...}], activation_bytes, link, inflation.""",
+)
 
 
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
@@ -24,37 +40,36 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 
     Raises ConfigError: before any rank starts. Raises RunFailedError, RunInterruptedError: see `run_local`.
     """
-    # None of these has a part in what a stage costs, and they may name what is not there yet.
-    config = replace(config, logger=LoggerConfig(name="none"), checkpoint=CheckpointConfig(enabled=False))
+    import tempfile
+    from dataclasses import asdict, replace
+    from pathlib import Path
+
+    from counterflow.framework.checks.profile import run_profile_rank
+    from counterflow.framework.checks.rules import build_schedule, check
+    from counterflow.framework.devices import check_devices
+    from counterflow.launch.runs import hidden_in, short_path, start_ranks, without_records
+    from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, save_profile
+
+    config = without_records(config)
     check(config)
     num_stages = build_schedule(config.schedule, config.parallel).num_stages
     check_devices(config, _num_ranks(config))
     path = _path(config, options, num_stages)
     vocab_size = config.model.vocab_size or _tokenizer_size(config)
-
-    from counterflow.framework.checks.profile import run_profile_rank  # before the ranks are forked
-    from counterflow.launch.ranks.elastic import run_local
-
-    print(
-        f"measuring {num_stages} stages and the link between two ranks, one stage at a time",
-        file=sys.stderr,
-        flush=True,
-    )
-    folder = Path(tempfile.mkdtemp(prefix=".profile-", dir=path.parent))
-    try:
-        results = run_local(
-            _rank,
-            (run_profile_rank, config, num_stages, vocab_size),
-            num_ranks=_num_ranks(config),
-            run_dir=folder,
+    say(f"measuring {num_stages} stages and the link between two ranks, one stage at a time")
+    with tempfile.TemporaryDirectory(
+        prefix=".profile-", dir=path.parent, ignore_cleanup_errors=True
+    ) as folder:
+        # One thread each, as the ranks of a run: its processes share the cores out.
+        threads = replace(config.launcher, threads_per_rank=config.launcher.threads_per_rank or 1)
+        profile, *_ = start_ranks(
+            replace(config, launcher=threads),
+            Path(folder),
+            run_profile_rank,
+            *(config, num_stages, vocab_size),
             hidden=hidden_in(config, options),
-            # As the ranks of a run: its processes share the cores out.
-            threads_per_rank=config.launcher.threads_per_rank or 1,
-            grace_s=config.launcher.grace_s,
+            num_ranks=_num_ranks(config),
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    profile = results[0]
     assert isinstance(profile, CostProfile)
     save_profile(profile, path)
     return {
@@ -71,23 +86,10 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 def print_result(result: dict[str, Any]) -> None:
     """A table, one line a stage, and how to use the file."""
     from rich.console import Console
-    from rich.table import Table
 
-    from counterflow.launch.commands.simulate import readable_bytes
-
-    table = Table(title=result["provenance"]["model"], title_justify="left")
-    for column in (
-        "stage",
-        "layers",
-        "F ms",
-        "I ms",
-        "W ms",
-        "B ms",
-        "(I+W)/B",
-        "parameters",
-        "activation out",
-    ):
-        table.add_column(column, justify="right")
+    times = ("F ms", "I ms", "W ms", "B ms", "(I+W)/B")
+    columns = ("stage", "layers", *times, "parameters", "activation out")
+    table = new_table(result["provenance"]["model"], columns)
     sizes = [*result["activation_bytes"], None]
     for index, (stage, size) in enumerate(zip(result["stages"], sizes, strict=True)):
         times = [stage[f"{name}_s"] for name in ("forward", "input_gradient", "weight_gradient", "backward")]
@@ -104,12 +106,12 @@ def print_result(result: dict[str, Any]) -> None:
     link = result["link"]
     bandwidth = link["bandwidth_bytes_per_s"]
     rate = "no limit seen" if bandwidth is None else f"{readable_bytes(bandwidth)}/s"
-    for line in (
+    print_lines(
+        console,
         f"link               latency {1e6 * link['latency_s']:.1f} us, bandwidth {rate}",
         f"machine            {result['provenance']['machine']}",
         f"{result['path']}  (use it: schedule.costs.profile={result['path']})",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    )
 
 
 def _path(config: TrainConfig, options: LaunchOptions, num_stages: int) -> Path:
@@ -117,6 +119,13 @@ def _path(config: TrainConfig, options: LaunchOptions, num_stages: int) -> Path:
 
     Raises ConfigError: where it cannot be.
     """
+    from dataclasses import replace
+    from pathlib import Path
+
+    from counterflow.framework.config.mapping import config_hash
+    from counterflow.framework.config.tree import TrainConfig
+    from counterflow.framework.errors import ConfigError
+
     shaping = replace(TrainConfig(), model=config.model, parallel=config.parallel, data=config.data)
     digest = config_hash(replace(shaping, precision=config.precision))[:8]
     path = Path(config.launcher.runs_dir).expanduser() / f"profile-s{num_stages}-{digest}.json"
@@ -138,6 +147,8 @@ def _tokenizer_size(config: TrainConfig) -> int:
 
 def _num_ranks(config: TrainConfig) -> int:
     """The ranks of the tensor axis, and a second one for the link where there is a device for it."""
+    from counterflow.framework.devices import devices_here
+
     wanted = max(2, config.parallel.tensor_parallel_size)
     devices = devices_here()
     at_least = config.parallel.tensor_parallel_size
@@ -150,5 +161,11 @@ def _inflation(profile: CostProfile) -> float:
     return split / sum(stage.backward_s for stage in profile.stages)
 
 
-def _rank(entry: Any, config: TrainConfig, num_stages: int, vocab_size: int) -> CostProfile | None:
-    return entry(config, num_stages, vocab_size, int(os.environ["LOCAL_RANK"]))
+COMMAND = Command(
+    name="profile",
+    summary="measure what each pipeline stage costs here, for simulate and schedule=auto",
+    help=_HELP,
+    run=run,
+    print_result=print_result,
+    columns=("num_stages", "inflation", "link.latency_s", "link.bandwidth_bytes_per_s"),
+)

@@ -22,7 +22,7 @@ from counterflow.framework.errors import ConfigError
 from counterflow.framework.metrics.record import StepRecord
 from counterflow.framework.optim.config import OptimizerConfig
 from counterflow.framework.optim.optimizer import ModelOptimizer
-from counterflow.launch.commands.train import LaunchOptions
+from counterflow.launch.command import LaunchOptions
 from counterflow.parallel.collectives import Axis
 from counterflow.parallel.mesh import Mesh, MeshConfig, build_mesh
 from counterflow.parallel.parameters import ParameterPlacement, place

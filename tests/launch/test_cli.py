@@ -6,14 +6,18 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from inspect import cleandoc
 from pathlib import Path
 
 import pytest
 
-from counterflow.launch.cli import UsageError, main, parse
-from counterflow.launch.help.bench import BENCHES
-from counterflow.launch.help.commands import COMMANDS, command_help, foreign_options
+from counterflow.launch.arguments import command_help, options_of, parse
+from counterflow.launch.bench.table import BENCHES
+from counterflow.launch.cli import main
+from counterflow.launch.command import Help, UsageError
+from counterflow.launch.commands import bench
+from counterflow.launch.commands.table import COMMANDS
+from counterflow.launch.compose import compose_config, compose_mapping, expand_sweep, find_choices
 
 _ROOT = Path(__file__).parents[2]
 _FOUR_STAGES = ["parallel.pipeline_parallel_size=4", "schedule.num_microbatches=8"]
@@ -29,10 +33,14 @@ def _fails(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 def test_options_may_stand_anywhere() -> None:
     arguments = parse(["--json", "train", "seed=1", "--out", "a", "-m", "zero.stage=0,1", "--config-dir=b"])
-    assert (arguments.command, arguments.overrides) == ("train", ("seed=1", "zero.stage=0,1"))
+    assert (arguments.command, arguments.words) == ("train", ("seed=1", "zero.stage=0,1"))
     assert (arguments.out, arguments.config_dir) == (Path("a"), Path("b"))
-    assert arguments.json_output
+    assert arguments.json
     assert arguments.multirun
+
+
+def test_a_command_may_be_a_value_or_a_word_too() -> None:
+    assert parse(["--out", "plan", "train", "train"])[:2] == ("train", ("train",))
 
 
 @pytest.mark.parametrize(
@@ -66,53 +74,59 @@ def test_help_teaches(command: str | None, capfd: pytest.CaptureFixture[str]) ->
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_every_example_in_the_help_is_valid() -> None:
-    from counterflow.launch.cli import _check
-    from counterflow.launch.compose import compose_config, expand_sweep, find_choices
-
-    for name, command in COMMANDS.items():
-        assert len(command.examples) >= 3
-        for text, _ in command.examples:
-            words = text.split()
-            if words[0] != "counterflow":
-                continue
-            arguments = parse(words[1:])
-            assert arguments.command == name
-            if command.argument:
-                assert arguments.overrides
-                continue
-            for overrides in expand_sweep(arguments.overrides, find_choices()):
-                _check(name, compose_config(overrides))
+def _told(rows: str) -> list[str]:
+    """The keys or examples of a help, without what they mean."""
+    return [line.partition("  ")[0] for line in cleandoc(rows).splitlines() if line]
 
 
-def test_every_key_in_the_help_exists() -> None:
-    from counterflow.launch.compose import compose_mapping
+def _check_examples(command: str, text: Help) -> None:
+    """All that a command does before its first rank starts."""
+    for words in map(str.split, _told(text.examples)):
+        if words[0] != "counterflow":
+            continue
+        arguments = parse(words[1:])
+        assert arguments.command == command
+        read = COMMANDS[command].read
+        if read is not None:
+            read(arguments.words)
+            continue
+        for overrides in expand_sweep(arguments.words, find_choices()):
+            COMMANDS[command].check(compose_config(overrides))
 
-    for command in COMMANDS.values():
-        compose_mapping([text for text, _ in command.overrides])
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_and_key_in_the_help_is_valid(name: str) -> None:
+    text = COMMANDS[name].help_on()
+    assert len(_told(text.examples)) >= 3
+    _check_examples(name, text)
+    if COMMANDS[name].read is None:
+        compose_mapping(_told(text.keys))
 
 
 @pytest.mark.parametrize("name", sorted(BENCHES))
 def test_a_benchs_help_tells_its_keys_and_their_defaults(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from counterflow.launch.bench.run import config_of
-
     assert main(["bench", name, "--help"]) == 0
     assert capfd.readouterr().out.startswith(f"counterflow bench {name} ")
-    told = [text for text, _ in BENCHES[name].options]
-    assert {text.partition("=")[0] for text in told} == {item.name for item in fields(config_of([name]))}
-    assert config_of([name, *told]) == config_of([name])
-    for text, _ in BENCHES[name].examples:
-        words = text.split()
-        assert words[:3] == ["counterflow", "bench", name]
-        config_of(words[2:])
+    assert bench.read([name, *_told(BENCHES[name].help.keys)]) == bench.read([name])
+    _check_examples("bench", BENCHES[name].help)
 
 
-def test_every_bench_has_a_help() -> None:
-    from counterflow.launch.bench import run as bench
-
-    assert set(bench.BENCHES) == set(BENCHES)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["overlp"], "overlp: no such bench (did you mean overlap?)"),
+        (["p2p", "repeat=3"], "repeat: the config has no such key; did you mean repeats?"),
+        (["p2p", "repeats=0"], "repeats=0: must be at least 1"),
+        (["p2p", "action_ms=0"], "action_ms=0: must be above 0; the default is 30"),
+        (["p2p", "chunk_kib=[64,1]"], "chunk_kib=[64,1]: must be at least 4"),
+    ],
+)
+def test_a_slip_in_the_words_of_a_bench(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert message in _fails(["bench", *words], capfd)
 
 
 def test_no_command_shows_the_way(capfd: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +196,6 @@ def test_cfg_job_prints_every_key(capfd: pytest.CaptureFixture[str]) -> None:
 
     from counterflow.framework.config.mapping import from_mapping
     from counterflow.framework.config.tree import TrainConfig
-    from counterflow.launch.compose import compose_config
 
     assert main(["train", "--cfg", "job", "seed=5"]) == 0
     printed = yaml.safe_load(capfd.readouterr().out)
@@ -233,16 +246,18 @@ def test_a_sweep_runs_every_combination_and_ends_in_a_table(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
-def test_a_sweep_with_a_mistake_runs_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "simulate",
-        "--multirun",
-        "--out",
-        str(tmp_path),
-        "schedule.num_microbatches=8,7",
-        *_FOUR_STAGES[:1],
-    ]
-    assert "schedule.num_microbatches=7" in _fails(argv, capfd)
+@pytest.mark.parametrize(
+    ("command", "sweep", "message"),
+    [
+        ("simulate", "schedule.num_microbatches=8,7", "schedule.num_microbatches=7"),
+        ("parity", "precision.reduce=fp32,bf16", "precision.reduce=bf16: what is rounded differs"),
+    ],
+)
+def test_a_sweep_with_a_mistake_runs_nothing(
+    command: str, sweep: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "--multirun", "--out", str(tmp_path), sweep, *_FOUR_STAGES[:1]]
+    assert message in _fails(argv, capfd)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,13 +265,21 @@ def test_a_sweep_with_a_mistake_runs_nothing(tmp_path: Path, capfd: pytest.Captu
 def test_a_commands_help_lists_the_options_that_it_takes(
     command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    refused = foreign_options(command)
+    taken = {option.name for option in options_of(COMMANDS[command])}
     listed = re.findall(r"^  (--[a-z-]+)", command_help(command), flags=re.MULTILINE)
-    assert not set(listed) & set(refused)
-    for option in set(refused) - {"--step"}:
-        words = [option] if option in ("--multirun", "--model-only") else [option, "job"]
-        assert main([command, *words]) == 2
-        assert f"{option}: no option of {command}" in capfd.readouterr().err
+    assert set(listed) == taken
+    values = {
+        "--out": ["a"],
+        "--cfg": ["job"],
+        "--multirun": [],
+        "--config-dir": ["a"],
+        "--model-only": [],
+        "--step": ["3"],
+    }
+    for option in set(values) - taken:
+        for words in ([command, option, *values[option]], [option, *values[option], command]):
+            assert main(words) == 2
+            assert f"{option}: no option of {command}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["seed", "precision.compute"])

@@ -182,7 +182,7 @@ def test_a_small_run_measures_both_ways(ranks: RankPool, schedule: str, workload
         ({"schedules": ()}, "nothing to measure"),
         ({"num_microbatches": 5}, "an even number, at least 4"),
         ({"alltoall_share": 1.0}, "between 0 and 1"),
-        ({"mbit_per_s": 0.0}, "set it above 0"),
+        ({"mbit_per_s": 0.0}, "must be above 0"),
         ({"tokens": 100}, "a multiple of 64"),
     ],
 )

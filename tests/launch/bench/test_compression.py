@@ -9,13 +9,13 @@ from rich.console import Console
 
 from counterflow.framework.bench.compression import Row
 from counterflow.framework.bench.config import CompressionBenchConfig
-from counterflow.launch.bench.compression import _mappings, bench_compression
+from counterflow.launch.bench.compression import _mappings, measure
 
 
 def test_a_method_that_there_is_none_of_is_told_by_its_key(tmp_path: Path) -> None:
     config = CompressionBenchConfig(methods=("int8", "onbit"))
     with pytest.raises(ValueError, match=r"^methods=\[int8,onbit\]: .*did you mean onebit") as caught:
-        bench_compression(config, tmp_path, Console(quiet=True))
+        measure(config, tmp_path, Console(quiet=True))
     assert "compression=" not in str(caught.value)
 
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import counterflow.launch.bench.overlap
+from counterflow.framework.bench import network
 from counterflow.framework.bench.overlap import Row, Timing
 from counterflow.launch.bench.overlap import draw
-from counterflow.launch.bench.run import run
+from counterflow.launch.commands.bench import measure, read
 from counterflow.parallel.pipeline.ir.trace import Activity, Interval, Trace
 
 
 def test_namespaces_that_cannot_be_made_are_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(counterflow.launch.bench.overlap, "why_not", lambda: "network namespaces need root")
+    monkeypatch.setattr(network, "why_not", lambda: "network namespaces need root")
     with pytest.raises(ValueError, match="need root; set network=injected"):
-        run(["overlap", "network=namespaces"], tmp_path, console=Console(quiet=True))
+        measure(*read(["overlap", "network=namespaces"]), tmp_path, console=Console(quiet=True))
 
 
 def test_the_picture_has_both_steps(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_picture_has_both_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_writes_rows_and_picture(tmp_path: Path) -> None:
     words = ["overlap", "phase_ms=2", "num_microbatches=4", "repeats=1", "network=injected"]
-    result = run(words, tmp_path, console=Console(quiet=True))
+    result = measure(*read(words), tmp_path, console=Console(quiet=True))
     assert result["network"].startswith("injected: tokens wait 20.0 ns a byte")
     (row,) = result["rows"]
     assert row["schedule"] == "dualpipe"

@@ -10,8 +10,10 @@ import pytest
 
 from counterflow.framework.checks.parity import Parity, to_mapping
 from counterflow.framework.checks.rules import check
-from counterflow.launch.commands.parity import grid, layout_text, print_result
+from counterflow.launch.commands.parity import print_result
 from counterflow.launch.compose import compose_config
+from counterflow.launch.parity_grid import grid
+from counterflow.launch.runs import layout_text
 from tests.commands import run_command
 
 _TINY = [

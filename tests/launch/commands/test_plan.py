@@ -9,15 +9,17 @@ import pytest
 from rich.console import Console
 
 from counterflow.framework.config.tree import TrainConfig
-from counterflow.launch.cli import UsageError, main, parse
-from counterflow.launch.commands.plan import readable, run
+from counterflow.launch.arguments import parse
+from counterflow.launch.cli import main
+from counterflow.launch.command import UsageError
+from counterflow.launch.commands.plan import count_model, readable
 from counterflow.models.config import ModelConfig
 from tests.models.shapes import shape
 
 
 def test_deepseek_v3() -> None:
     text = io.StringIO()
-    result = run(TrainConfig(model=shape("deepseek_v3_671b")), console=Console(file=text, width=80))
+    result = count_model(TrainConfig(model=shape("deepseek_v3_671b")), console=Console(file=text, width=80))
     assert json.loads(json.dumps(result)) == result
     assert result["parameters"] == pytest.approx(671e9, rel=0.01)
     assert result["active_parameters"] - result["embedding_parameters"] == pytest.approx(36.7e9, rel=0.01)
@@ -46,7 +48,7 @@ def test_deepseek_v3() -> None:
 
 def test_a_dense_model_with_the_tokenizers_vocabulary() -> None:
     text = io.StringIO()
-    result = run(TrainConfig(), console=Console(file=text, width=80))
+    result = count_model(TrainConfig(), console=Console(file=text, width=80))
     assert (result["mtp"], result["vocab_size"]) == (None, TrainConfig().tokenizer.vocab_size)
     assert result["active_parameters"] == result["parameters"]
     assert len(result["layers"]) == 1
@@ -57,7 +59,7 @@ def test_a_dense_model_with_the_tokenizers_vocabulary() -> None:
 def test_flops_are_counted_at_the_models_sequence_length() -> None:
     def flops(length: int) -> int:
         config = TrainConfig(model=ModelConfig(max_seq_length=length))
-        return run(config, console=Console(quiet=True))["training_flops_per_token"]
+        return count_model(config, console=Console(quiet=True))["training_flops_per_token"]
 
     # 4 layers, two products over 1024 keys more of 4 heads of 32, 2 FLOPs each, half of the keys, 3 times.
     assert flops(2048) - flops(1024) == 3 * 4 * 2 * 2 * 1024 * 128 // 2

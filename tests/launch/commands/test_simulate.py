@@ -11,7 +11,9 @@ from rich.console import Console
 
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.planning.costs import message_bytes
-from counterflow.launch.commands.simulate import MAX_DRAWN, readable_bytes, run
+from counterflow.launch.commands.simulate import simulate_to
+from counterflow.launch.printing import readable_bytes
+from counterflow.launch.simulation import MAX_DRAWN
 from counterflow.parallel.mesh import MeshConfig
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.config import CostsConfig, ScheduleConfig
@@ -20,12 +22,12 @@ from counterflow.parallel.pipeline.ir.text import from_csv
 
 def test_golden_run(tmp_path: Path) -> None:
     text = io.StringIO()
-    result = run(
+    result = simulate_to(
+        tmp_path / "new" / "folder",
         TrainConfig(
             schedule=ScheduleConfig(name="dualpipe", num_microbatches=20, costs=CostsConfig(pair=3.0)),
             parallel=MeshConfig(pipeline_parallel_size=8, tensor_parallel_size=2),
         ),
-        tmp_path / "new" / "folder",
         console=Console(file=text, width=100),
     )
     assert json.loads(json.dumps(result)) == result
@@ -43,9 +45,9 @@ def test_golden_run(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
-    result = run(
-        TrainConfig(schedule=ScheduleConfig(name="1f1b", num_microbatches=4)),
+    result = simulate_to(
         tmp_path,
+        TrainConfig(schedule=ScheduleConfig(name="1f1b", num_microbatches=4)),
         console=Console(file=io.StringIO()),
     )
     assert (result["makespan"], result["idle"], result["bubble_makespan"]) == (12, [0], 0)
@@ -53,12 +55,12 @@ def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
 
 def test_an_impossible_size_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parallel\.pipeline_parallel_size=3"):
-        run(
+        simulate_to(
+            tmp_path,
             TrainConfig(
                 schedule=ScheduleConfig(name="dualpipe", num_microbatches=20),
                 parallel=MeshConfig(pipeline_parallel_size=3),
             ),
-            tmp_path,
             console=Console(file=io.StringIO()),
         )
     assert list(tmp_path.iterdir()) == []
@@ -71,7 +73,7 @@ def test_volume(tmp_path: Path) -> None:
         schedule=ScheduleConfig(name="1f1b", num_microbatches=6),
         parallel=MeshConfig(pipeline_parallel_size=4, data_parallel_size=2, tensor_parallel_size=2),
     )
-    volume = run(config, tmp_path, console=Console(file=text, width=120))["volume"]
+    volume = simulate_to(tmp_path, config, console=Console(file=text, width=120))["volume"]
     size = 128 * 128 * 2 * 4 // 2
     assert message_bytes(config) == size
     assert volume["forward_bytes"] == volume["backward_bytes"] == 3 * 6 * size
@@ -89,7 +91,7 @@ def test_given_sizes_come_before_the_models(tmp_path: Path) -> None:
         schedule=ScheduleConfig(name="gpipe", num_microbatches=2, costs=costs),
         parallel=MeshConfig(pipeline_parallel_size=2),
     )
-    result = run(config, tmp_path, console=Console(file=io.StringIO()))
+    result = simulate_to(tmp_path, config, console=Console(file=io.StringIO()))
     assert result["volume"]["forward_bytes"] == 10
     assert (
         result["makespan"] == 2 + 0.5 + 1 + 4 + 0.5 + 2
@@ -103,7 +105,7 @@ def test_a_large_schedule_is_proven_but_not_drawn(tmp_path: Path) -> None:
         parallel=MeshConfig(pipeline_parallel_size=32, data_parallel_size=2),
     )
     assert MAX_DRAWN < 2 * 32 * 700
-    result = run(config, tmp_path, console=Console(file=text, width=200))
+    result = simulate_to(tmp_path, config, console=Console(file=text, width=200))
     assert result["svg"] is result["png"] is result["executable_csv"] is None
     assert result["bubble_makespan"] == pytest.approx(31 / 731)
     assert f"above {MAX_DRAWN}" in result["notes"][0]
@@ -117,7 +119,7 @@ def test_a_searched_schedule(tmp_path: Path) -> None:
         schedule=ScheduleConfig(name="auto", num_microbatches=6, costs=costs),
         parallel=MeshConfig(pipeline_parallel_size=3),
     )
-    result = run(config, tmp_path, console=Console(file=io.StringIO()))
+    result = simulate_to(tmp_path, config, console=Console(file=io.StringIO()))
     assert result["schedule"] == "auto"
     assert result["notes"][0].startswith(f"auto: makespan {result['makespan']:g}")
     assert max(result["peak_activations"]) <= 3
@@ -128,6 +130,6 @@ def test_it_is_said_why_bytes_are_not_counted(tmp_path: Path) -> None:
         schedule=ScheduleConfig(name="1f1b", num_microbatches=8),
         parallel=MeshConfig(pipeline_parallel_size=8, data_parallel_size=2),
     )
-    (note,) = run(config, tmp_path, console=Console(file=io.StringIO()))["notes"]
+    (note,) = simulate_to(tmp_path, config, console=Console(file=io.StringIO()))["notes"]
     assert note.startswith("bytes on the data axis are not counted: the model does not divide into")
     assert "model.num_layers=4 gives from 1 to 6" in note

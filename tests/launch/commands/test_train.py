@@ -19,9 +19,9 @@ from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.trainer.run_lock import LOCK_FILE, RunLock
 from counterflow.launch.cli import main
-from counterflow.launch.commands.train import make_run_dir
 from counterflow.launch.compose import compose_config
 from counterflow.launch.ranks.rounds import agent_of, keep_agents
+from counterflow.launch.runs import make_run_dir
 from tests.commands import Started, run_command
 
 _ROOT = Path(__file__).parents[3]
@@ -135,9 +135,7 @@ def test_a_folder_that_is_taken_is_refused_before_the_data(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(
-        "counterflow.launch.commands.train.prepare_data", lambda *_, **__: pytest.fail("prepared")
-    )
+    monkeypatch.setattr("counterflow.launch.runs.prepare_data", lambda *_, **__: pytest.fail("prepared"))
     assert main(["train", *_TINY, "--out", str(tmp_path)]) == 2
     assert f"error: --out {tmp_path}: it is there already and not empty" in capfd.readouterr().err
 
@@ -321,7 +319,7 @@ def test_a_restarted_job_is_refused_and_its_run_is_named(
         (tmp_path / name).mkdir()
     kept = f"20260131-120000-{digest}"  # the only one of this config with a whole checkpoint
 
-    monkeypatch.setattr("counterflow.launch.commands.train._has_checkpoint", lambda run: run.name == kept)
+    monkeypatch.setattr("counterflow.launch.preflight._has_checkpoint", lambda run: run.name == kept)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(["train", *overrides]) == 2
     error = capfd.readouterr().err

@@ -1,0 +1,21 @@
+"""The table of commands, in the order of `counterflow --help`: a command is a module here and its line below."""
+
+from __future__ import annotations
+
+from counterflow.launch.command import Command
+from counterflow.launch.commands import (
+    balance,
+    bench,
+    memory,
+    parity,
+    plan,
+    profile,
+    simulate,
+    timeline,
+    train,
+)
+
+COMMANDS: dict[str, Command] = {
+    module.COMMAND.name: module.COMMAND
+    for module in (train, simulate, plan, profile, parity, memory, timeline, balance, bench)
+}
