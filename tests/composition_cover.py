@@ -53,6 +53,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "compression": {"compression": {"method": "int8"}},
     "quantised_weights": {"compression": {"weights": "int8"}},
     "pipeline_payload": merged(_TWO_STAGES, {"comm": {"pipeline_payload": "fp8"}}),
+    "chunked_loss": {"loss": {"chunk_tokens": 5}},
     "recomputation": {"recompute": {"mode": "full"}},
     "experts": _EXPERTS,
     "balance": merged(_EXPERT_RANKS, {"balance": {"interval_steps": 1}}),

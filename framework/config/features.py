@@ -156,6 +156,13 @@ FEATURES: tuple[Feature, ...] = (
         value=_text_of("comm.pipeline_payload"),
     ),
     Feature(
+        key="chunked_loss",
+        title="the loss in chunks of tokens",
+        setting="loss.chunk_tokens=N",
+        active=lambda config: config.loss.chunk_tokens is not None,
+        value=_text_of("loss.chunk_tokens"),
+    ),
+    Feature(
         key="recomputation",
         title="recomputation",
         setting="recompute.mode=full",

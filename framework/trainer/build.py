@@ -104,6 +104,7 @@ def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Asse
             vocab_size=vocab_size,
             experts=experts,
             recomputed=workload.recompute_plan,
+            loss_chunk_tokens=config.loss.chunk_tokens,
             device="meta",
             dtype=COMPUTE_DTYPES[config.precision.compute],
         )
