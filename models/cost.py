@@ -18,6 +18,7 @@ from typing import Literal
 
 from counterflow.models.config import ModelConfig
 from counterflow.models.recompute import NOTHING, Parts, Plan
+from counterflow.parallel.ops.loss_config import chunk_bytes, tokens_at_once
 
 LayerKind = Literal["dense", "moe", "mtp"]
 
@@ -266,11 +267,13 @@ def activation_bytes_of_ends(
     sequence_parallel: bool = False,
     bytes_per_element: int = 2,
     on_cpu: bool = False,
+    is_loss_chunked: bool = False,
 ) -> int:
     """Bytes that a stage keeps for the backward of a micro-batch besides its layers, MTP modules' blocks among them.
 
     first: the tokens that the embedding looks up. last: the inputs of the final norm and of the head, the logits, and
     what the loss keeps of each token; with MTP modules all of that again for each, and their norms and projection.
+    is_loss_chunked: the loss keeps what the head starts from and the targets (see `loss_chunk_bytes`).
     """
     cut = tensor_parallel_size if sequence_parallel else 1
     hidden, numbers = config.hidden_size / cut, 1 if config.norm == "rms" else 2
@@ -280,9 +283,34 @@ def activation_bytes_of_ends(
     if last:
         logits = -(-vocab_size // tensor_parallel_size)
         end = norm + (config.hidden_size + logits) * bytes_per_element + 4 + 8 + 2
+        if is_loss_chunked:
+            end = norm + hidden * bytes_per_element + 8
         module = end + embedded + 2 * norm + 2 * hidden * bytes_per_element
         total += end + config.mtp.num_modules * module
     return round(num_tokens * total)
+
+
+def loss_chunk_bytes(
+    config: ModelConfig,
+    chunk_tokens: int,
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    tensor_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    bytes_per_element: int = 2,
+) -> int:
+    """Bytes that a backward of the last stage takes for the loss in chunks of tokens while it computes one.
+
+    The logits of the chunk and, under sequence parallelism, the hidden states gathered for it.
+    """
+    num_columns = -(-vocab_size // tensor_parallel_size)
+    tokens = tokens_at_once(
+        chunk_tokens, num_tokens=num_tokens, hidden_size=config.hidden_size, num_columns=num_columns
+    )
+    is_gathered = sequence_parallel and tensor_parallel_size > 1
+    gathered = num_tokens * config.hidden_size * bytes_per_element if is_gathered else 0
+    return chunk_bytes(tokens, num_columns, bytes_per_element) + gathered
 
 
 def attention_parameters(config: ModelConfig) -> int:

@@ -6,11 +6,14 @@ Parameters have the same names in every layout, those of the whole model: `embed
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from counterflow.models.attention import attention
 from counterflow.models.config import ModelConfig
+from counterflow.models.head import OutputHead
 from counterflow.models.mlp import dense_mlp
 from counterflow.models.moe import MoE
 from counterflow.models.mtp import MTP
@@ -21,11 +24,7 @@ from counterflow.parallel.collectives import Axis
 from counterflow.parallel.expert.exchange import ExpertParallel, even_placement
 from counterflow.parallel.ops.recompute import recompute, recompute_module
 from counterflow.parallel.parameters import initialize, place, placement_of
-from counterflow.parallel.tensor.layers import (
-    ColumnParallelLinear,
-    VocabParallelEmbedding,
-    enter_tensor_parallel,
-)
+from counterflow.parallel.tensor.layers import VocabParallelEmbedding, enter_tensor_parallel
 from counterflow.parallel.zero.blocks import Block
 
 
@@ -115,6 +114,8 @@ class TransformerStage(nn.Module):
     norm, which `mtp_predictions` takes. Where it is not the first, it has a copy of the embedding too,
     `mtp.embedding.weight` (or, with tied embeddings, `head.weight` is that copy).
 
+    loss_chunk_tokens: not None: the last stage returns the hidden states only, which `token_loss` takes, and so does
+    it those of `further_states`; there are no whole logits.
     experts: where the experts of mixture layers are; None: all of them here (one process).
     recomputed: of the layers and MTP modules, what is run again in the backward.
 
@@ -133,6 +134,7 @@ class TransformerStage(nn.Module):
         vocab_size: int,
         experts: ExpertParallel | None = None,
         recomputed: Plan | None = None,
+        loss_chunk_tokens: int | None = None,
         device: torch.device | str = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -175,14 +177,15 @@ class TransformerStage(nn.Module):
 
         self.layers = nn.ModuleDict({str(index): block(index) for index in layer_range})
         self.norm: RMSNorm | LayerNorm | None = None
-        self.head: ColumnParallelLinear | None = None
+        self.head: OutputHead | None = None
         if last:
             self.norm = hidden_norm(config, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-            self.head = ColumnParallelLinear(
+            self.head = OutputHead(
                 config.hidden_size,
                 vocab_size,
                 tensor,
-                pad=True,
+                sequence_parallel=sequence_parallel,
+                chunk_tokens=loss_chunk_tokens,
                 init_std=config.init_std,
                 tied_to="embedding.weight" if config.tie_embeddings else None,
                 device=device,
@@ -226,9 +229,15 @@ class TransformerStage(nn.Module):
                         modules=modules,
                         reads_in_backward=reads_in_backward,
                         is_revisited=is_revisited,
+                        defers=reads_in_backward and (name != "head" or not self.has_chunked_loss),
                     )
                 )
         return found
+
+    @property
+    def has_chunked_loss(self) -> bool:
+        """Whether its head computes the loss in chunks of tokens."""
+        return self.head is not None and self.head.chunk_tokens is not None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.embedding is not None:
@@ -240,6 +249,8 @@ class TransformerStage(nn.Module):
         if self.norm is None:
             return x
         hidden = self.norm(x)
+        if self.has_chunked_loss:
+            return hidden
         logits = self._logits(hidden)
         return logits if self.mtp is None else (logits, hidden)
 
@@ -248,10 +259,24 @@ class TransformerStage(nn.Module):
 
         hidden: the second result of `forward`. targets: int64 [B, S], the token after each position.
         """
+        return [(self._logits(state), wanted) for state, wanted in self.further_states(hidden, targets)]
+
+    def further_states(self, hidden: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each MTP module: hidden states, [B, S, H] or [B, S/tp, H], and what they predict; as above."""
         assert self.mtp is not None
         embed = self.mtp.embedding or self.embedding
         assert embed is not None
-        return [(self._logits(state), wanted) for state, wanted in self.mtp(hidden, targets, embed)]
+        return self.mtp(hidden, targets, embed)
+
+    def token_loss(
+        self, hidden: Tensor, targets: Tensor, found: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """The sum of the tokens' losses, with `loss_chunk_tokens`; see `chunked_cross_entropy`, also for `found`.
+
+        hidden: as `forward` or `further_states` returns it. targets: int64 [B, S].
+        """
+        assert self.head is not None
+        return self.head(hidden, targets, found)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         assert self.head is not None

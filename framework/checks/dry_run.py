@@ -54,8 +54,8 @@ def dry_run(config: TrainConfig, *, vocab_size: int | None = None) -> list[DryRa
     """
     if config.offload.is_active:
         raise ValueError(
-            f"offload.policy={config.offload.policy}: when activations have left depends on a link, which a dry run does "
-            "not have; set offload.policy=none, or measure it"
+            f"offload.policy={config.offload.policy}: when activations have left depends on a link, which a dry run "
+            "does not have; set offload.policy=none, or measure it"
         )
     workload = Workload.of(config, data_vocab_size=vocab_size, device_type="cpu")
     found: list[DryRank] = []

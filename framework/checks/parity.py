@@ -47,6 +47,7 @@ from counterflow.framework.trainer.step import forward_backward
 from counterflow.models.recompute import RecomputeConfig
 from counterflow.parallel.mesh import MeshConfig
 from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.ops.loss_config import LossConfig
 from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.pipeline.ir.trace import Recorder
 from counterflow.parallel.zero.config import ZeroConfig
@@ -140,6 +141,7 @@ def reference_config(config: TrainConfig) -> TrainConfig:
         config,
         parallel=MeshConfig(),
         zero=ZeroConfig(),
+        loss=LossConfig(),
         recompute=RecomputeConfig(),
         balance=BalanceConfig(),
         offload=OffloadConfig(),

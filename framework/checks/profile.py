@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.metrics.hardware import device_name
@@ -117,6 +118,7 @@ class _Probe:
             sequence_parallel=config.parallel.sequence_parallel,
             vocab_size=vocab_size,
             recomputed=plan,
+            loss_chunk_tokens=config.loss.chunk_tokens,
             dtype=dtype,
         )
         parameters = ShardedStage(
@@ -158,14 +160,24 @@ class _Probe:
     def _forward(self, microbatch: int) -> None:
         outputs = self._stage.forward(microbatch, (self._input,))
         if self._is_last:
-            predictions = [(outputs[0], self._target)]
-            if len(outputs) > 1:
-                predictions += self._module.mtp_predictions(outputs[1], self._target)
-            losses = [
-                vocab_parallel_cross_entropy(logits, target, self._tensor, vocab_size=self._vocab_size).sum()
-                for logits, target in predictions
-            ]
-            self._stage.set_loss(microbatch, torch.stack(losses).sum() / self._target.numel())
+            losses = torch.stack(self._losses(outputs))
+            self._stage.set_loss(microbatch, losses.sum() / self._target.numel())
+
+    def _losses(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """That of the model and of its MTP modules."""
+        module = self._module
+        if module.has_chunked_loss:
+            states = [(outputs[0], self._target)]
+            if module.mtp is not None:
+                states += module.further_states(outputs[0], self._target)
+            return [module.token_loss(*each) for each in states]
+        predictions = [(outputs[0], self._target)]
+        if module.mtp is not None:
+            predictions += module.mtp_predictions(outputs[1], self._target)
+        return [
+            vocab_parallel_cross_entropy(logits, target, self._tensor, vocab_size=self._vocab_size).sum()
+            for logits, target in predictions
+        ]
 
     def _timed(self, name: str, action: Callable[[], object]) -> None:
         _synchronize(self._device)

@@ -181,6 +181,14 @@ FEATURES: tuple[Feature, ...] = (
         example={"comm": {"pipeline_payload": "fp8"}},
     ),
     Feature(
+        key="chunked_loss",
+        title="the loss in chunks of tokens",
+        setting="loss.chunk_tokens=N",
+        active=lambda config: config.loss.chunk_tokens is not None,
+        value=_text_of("loss.chunk_tokens"),
+        example={"loss": {"chunk_tokens": 5}},
+    ),
+    Feature(
         key="recomputation",
         title="recomputation",
         setting="recompute.mode=full",

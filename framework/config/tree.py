@@ -21,6 +21,7 @@ from counterflow.models.recompute import RecomputeConfig
 from counterflow.parallel.compress.config import CompressionConfig
 from counterflow.parallel.mesh import MeshConfig
 from counterflow.parallel.offload.config import OffloadConfig
+from counterflow.parallel.ops.loss_config import LossConfig
 from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.zero.config import ZeroConfig
 
@@ -118,6 +119,7 @@ class TrainConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -3,6 +3,7 @@
 Note [Activations of a rank]
 What autograd keeps for backwards, as models/cost.py counts it, over the micro-batches that are alive together in the
 schedule. While a part is run again its own activations live too; the later parts of that micro-batch are gone by then.
+So do the logits of a chunk where the loss is computed in chunks (loss.chunk_tokens), in the backward of the last stage.
 Not counted are what W of a split backward still needs, messages under way, and the one output of each micro-batch
 that a stage hands on.
 """
@@ -20,6 +21,7 @@ from counterflow.models.cost import (
     activation_bytes_per_layer,
     head_forward_flops,
     layer_forward_flops,
+    loss_chunk_bytes,
     recomputed_flops,
 )
 from counterflow.models.partition import StageSlice, partition
@@ -100,7 +102,8 @@ def recompute_shares(
     shares: list[float] = []
     for cut in partition(model, num_stages, seq_length=seq_length, vocab_size=vocab_size):
         layers = _layers_of(model, cut)
-        heads = (1 + model.mtp.num_modules) * cut.last
+        # Head and loss in chunks are part of the backward.
+        heads = (1 + model.mtp.num_modules) * cut.last * (config.loss.chunk_tokens is None)
         whole = heads * head_forward_flops(model, vocab_size=vocab_size)
         whole += sum(layer_forward_flops(model, layer, seq_length=seq_length) for layer in layers)
         again = sum(
@@ -138,9 +141,21 @@ class _Search:
                 sequence_parallel=config.parallel.sequence_parallel,
                 bytes_per_element=BYTES_PER_ELEMENT[config.precision.compute],
                 on_cpu=on_cpu,
+                is_loss_chunked=config.loss.chunk_tokens is not None,
             )
             for is_last in (False, True)
         )
+        self._chunk = 0
+        if config.loss.chunk_tokens is not None:
+            self._chunk = loss_chunk_bytes(
+                config.model,
+                config.loss.chunk_tokens,
+                num_tokens=self._num_tokens,
+                vocab_size=vocab_size,
+                tensor_parallel_size=config.parallel.tensor_parallel_size,
+                sequence_parallel=config.parallel.sequence_parallel,
+                bytes_per_element=BYTES_PER_ELEMENT[config.precision.compute],
+            )
         self._moments = [
             tuple(dict.fromkeys(moment for each in schedules for moment in moments(each, rank)))
             for rank in range(schedule.num_ranks)
@@ -243,7 +258,9 @@ class _Search:
             units: list[Parts] = [frozenset({part}) for part in parts]
             again = max((self._bytes(layer, parts - unit) - own for unit in units), default=0)
             most = max(most, kept + max(again, 0))
-        kept += self._end if cut.last else 0
+        if cut.last:
+            kept += self._end
+            most = max(most, kept + self._chunk)
         return UnitBytes(kept=kept, most=max(most, kept))
 
     def _bytes(self, layer: int, parts: Parts) -> int:

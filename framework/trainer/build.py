@@ -163,6 +163,7 @@ def build_model(workload: Workload, device: torch.device) -> BuiltModel:
             vocab_size=vocab_size,
             experts=experts,
             recomputed=workload.recompute_plan,
+            loss_chunk_tokens=config.loss.chunk_tokens,
             device="meta",
             dtype=COMPUTE_DTYPES[config.precision.compute],
         )

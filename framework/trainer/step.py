@@ -28,33 +28,71 @@ class TokenLoss:
     """The loss function of one micro-batch: the sum over its tokens, over the valid tokens of the global batch.
 
     That of further predictions (MTP) is added to the gradient alone, weighted, so that losses of models with and
-    without it compare; mtp_loss: fp64, its sum so far, not weighted. Where no gradient is wanted it is not
-    computed. It divides by the same number of tokens, though the last of a sequence have no further one to predict
-    (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25). loss_scale: of the gradient alone.
+    without it compare. Where no gradient is wanted it is not computed. It divides by the same number of tokens, though
+    the last of a sequence have no further one to predict (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25).
+
+    loss, mtp_loss: fp64, their sums so far, that of further predictions not weighted. With loss.chunk_tokens a
+    micro-batch's are there after its backward, and what a call returns has its gradient, not its value.
+    loss_scale: of the gradient alone.
     """
 
     def __init__(self, assembly: Assembly, num_valid_tokens: int) -> None:
         self._assembly, self._num_valid_tokens = assembly, num_valid_tokens
+        self._is_chunked = assembly.config.loss.chunk_tokens is not None
         self.loss_scale = 1.0
-        self.mtp_loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=assembly.device)
+        self.mtp_loss = torch.zeros_like(self.loss)
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Count from zero."""
+        self.loss_scale = loss_scale
+        self.loss.zero_()
+        self.mtp_loss.zero_()
 
     def __call__(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         with memory_of("loss"):
-            return self._of(output, targets)
+            if self._is_chunked:
+                assert isinstance(output, Tensor)
+                loss = self._of_hidden(output, targets)
+            else:
+                loss = self._of_logits(output, targets)
+            return with_scaled_gradient(loss, self.loss_scale)
 
-    def _of(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    def _of_logits(self, output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
         logits, hidden = output if isinstance(output, tuple) else (output, None)
         loss = self._loss(logits, targets)
+        self.loss += loss.detach()
         if hidden is None or not torch.is_grad_enabled():
-            return with_scaled_gradient(loss, self.loss_scale)
-        config, runtime = self._assembly.config.model.mtp, self._assembly.runtime
-        stage = runtime.stages[runtime.schedule.num_stages - 1].module
-        assert isinstance(stage, TransformerStage)
-        predictions = stage.mtp_predictions(hidden, targets)
+            return loss
+        predictions = self._last_stage.mtp_predictions(hidden, targets)
         further = torch.stack([self._loss(*each) for each in predictions]).mean()
         self.mtp_loss += further.detach()
-        whole = loss + config.loss_weight * (further - further.detach())
-        return with_scaled_gradient(whole, self.loss_scale)
+        return loss + self._assembly.config.model.mtp.loss_weight * (further - further.detach())
+
+    def _of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        loss = self._in_chunks(hidden, targets, self.loss)
+        config = self._assembly.config.model.mtp
+        if not config.num_modules or not torch.is_grad_enabled():
+            return loss
+        # Without values: a weighted sum of gradients.
+        states = self._last_stage.further_states(hidden, targets)
+        further = [self._in_chunks(*each, self.mtp_loss, len(states)) for each in states]
+        return loss + config.loss_weight * torch.stack(further).mean()
+
+    def _in_chunks(self, hidden: Tensor, targets: Tensor, total: Tensor, num_parts: int = 1) -> Tensor:
+        """The loss, one of `num_parts` whose mean is taken; its value goes to `total`."""
+
+        def found(value: Tensor) -> None:
+            total.add_(value / (self._num_valid_tokens * num_parts))
+
+        return self._last_stage.token_loss(hidden, targets, found) / self._num_valid_tokens
+
+    @property
+    def _last_stage(self) -> TransformerStage:
+        runtime = self._assembly.runtime
+        stage = runtime.stages[runtime.schedule.num_stages - 1].module
+        assert isinstance(stage, TransformerStage)
+        return stage
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         losses = vocab_parallel_cross_entropy(
@@ -92,8 +130,7 @@ def forward_backward(
 
     def count_anew() -> None:
         loss_scale = assembly.guard.loss_scale
-        loss_fn.loss_scale = loss_scale
-        loss_fn.mtp_loss.zero_()
+        loss_fn.begin_step(loss_scale)
         for unit in units:
             unit.loss_scale = loss_scale
         if has_experts:
@@ -111,7 +148,7 @@ def forward_backward(
     count_anew()
     if validate is None and assembly.undo is not None:
         assembly.undo.keep()
-    result = assembly.runtime.step(
+    assembly.runtime.step(
         [tokens.to(device) for tokens in batch.tokens],
         [targets.to(device) for targets in batch.targets],
         loss_fn,
@@ -137,7 +174,7 @@ def forward_backward(
     # Tensor-parallel ranks all compute the loss; it is counted once.
     is_counted = assembly.axes.tensor.rank == 0
     return BatchOutcome(
-        loss=float(result.losses.sum()) if is_counted else 0.0,
+        loss=float(loss_fn.loss) if is_counted else 0.0,
         mtp_loss=float(loss_fn.mtp_loss) if is_counted else 0.0,
         moe=routing,
     )

@@ -43,6 +43,10 @@ class WeightGradSink(Protocol):
         """
         ...
 
+    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor that a gradient is added to that is not filed."""
+        ...
+
     def is_watched(self, parameter: nn.Parameter) -> bool:
         """Whether hooks are to see the gradient of `parameter`, which then goes through autograd."""
         ...
@@ -93,6 +97,9 @@ class WeightGradStore:
             self._microbatch = None
             self.held_bytes += _bytes_of(self._held[microbatch])
             self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
+        return self._gradient_buffer(parameter)
 
     def is_watched(self, parameter: nn.Parameter) -> bool:
         return self._is_watched(parameter)

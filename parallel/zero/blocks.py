@@ -23,12 +23,14 @@ class Block:
 
     reads_in_backward: whether their backward needs the parameters; that of an embedding does not.
     is_revisited: whether a pass comes back to it, so that its gradients are complete at the end of the pass only.
+    defers: whether an I leaves weight gradients of it to its W.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     reads_in_backward: bool = True
     is_revisited: bool = False
+    defers: bool = True
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each once for each of the modules that has it."""

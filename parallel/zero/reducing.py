@@ -3,7 +3,8 @@
 Note [When a block is complete]
 Weight gradients come block after block, in the order of the backward: in a B, or in the W that an I left them to. So a
 block's are complete when the first of another block's come, and the last ones when the pass ends. Gradients of what is
-no linear layer come in the I; those of a block that has nothing else (an embedding) are complete when it ends. A unit
+no linear layer come in the I; those of a block that has nothing else (an embedding, a head whose loss is computed in
+chunks) are complete when it ends. A unit
 that several blocks share, or that a pass comes back to, is complete at the end only. None of this depends on values,
 so all replicas reduce in one order.
 """
@@ -29,7 +30,7 @@ class BlockReductions:
     def __init__(self, blocks: Sequence[Block], units_of: Sequence[Sequence[FlatUnit]]) -> None:
         self._owner: dict[int, int] = {}
         self._at_end: set[int] = set()
-        self._reads: set[int] = set()
+        self._deferred: set[int] = set()
         self._units: list[FlatUnit] = []
         for index, (block, units) in enumerate(zip(blocks, units_of, strict=True)):
             for unit in units:
@@ -38,8 +39,8 @@ class BlockReductions:
                 if id(unit) not in self._owner:
                     self._owner[id(unit)] = index
                     self._units.append(unit)
-                if block.reads_in_backward:
-                    self._reads.add(id(unit))
+                if block.defers:
+                    self._deferred.add(id(unit))
         self._units.reverse()  # in the order of a backward
         self._current: int | None = None
         self._done: set[int] = set()
@@ -50,7 +51,7 @@ class BlockReductions:
     @contextmanager
     def running(self, kind: Kind, stage: int, microbatch: int, recorder: Recorder) -> Generator[None]:
         """A B, an I or a W runs within, and its gradients are reduced."""
-        later = self._reads if kind is Kind.I else set[int]()
+        later = self._deferred if kind is Kind.I else set[int]()
         for unit in self._units:
             unit.is_early = id(unit) in later
         self._current, self._done = None, set()
@@ -67,7 +68,7 @@ class BlockReductions:
 
     def _is_due(self, unit: FlatUnit, kind: Kind) -> bool:
         """Whether its gradients of a micro-batch are complete after `kind`."""
-        return kind is Kind.B or (kind is Kind.W) == (id(unit) in self._reads)
+        return kind is Kind.B or (kind is Kind.W) == (id(unit) in self._deferred)
 
     def touch(self, unit: FlatUnit) -> None:
         """A weight gradient of `unit` is about to be added."""

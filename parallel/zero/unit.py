@@ -15,8 +15,8 @@ parameters by a hook on their accumulation; both may come in any order, over any
 buffer is reduced over every replica of the stage: data-parallel ranks and, for two-copy schedules, the
 mirror. With `zero.reduce=step` that is done once; with stages 2 and 3 the buffer lives from its first use in a step to
 the end of the reduction. With `zero.reduce=microbatch` it is done whenever a micro-batch's gradients are complete, and
-the sum is added to this rank's shard. There what other parameters add before the weight gradients are due (in an I,
-ahead of its W) is kept in tensors of their own size, for it must not hold a whole buffer until then.
+the sum is added to this rank's shard. There what is added before the weight gradients are due (in an I, ahead of its
+W) is kept in tensors of the parameters' own sizes, for it must not hold a whole buffer until then.
 
 Note [Freed storage]
 At stage 3 a reshard frees the storage of the unit's buffer, and an unshard fills the same storage again, so that
@@ -305,8 +305,14 @@ class FlatUnit:
     # Gradients
 
     def gradient_buffer(self, parameter: nn.Parameter) -> Tensor:
-        """fp32, in the shape of `parameter`."""
-        return self._view(self._whole_gradients(), self._slot_of[id(parameter)])
+        """What gradients of `parameter` are added to: fp32, in its shape."""
+        slot = self._slot_of[id(parameter)]
+        if not self.is_early:
+            return self._view(self._whole_gradients(), slot)
+        if slot.name not in self._early:
+            with memory_of("gradients"):
+                self._early[slot.name] = torch.zeros(slot.shape, device=parameter.device)
+        return self._early[slot.name]
 
     def _whole_gradients(self) -> Tensor:
         if self._grad_whole is None:
@@ -315,14 +321,7 @@ class FlatUnit:
 
     def accumulate(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Add `grad` of `parameter`, in its shape."""
-        if self.is_early:
-            name = self._slot_of[id(parameter)].name
-            if name not in self._early:
-                with memory_of("gradients"):
-                    self._early[name] = torch.zeros(grad.shape, device=grad.device)
-            self._early[name].add_(grad)
-        else:
-            self.gradient_buffer(parameter).add_(grad)
+        self.gradient_buffer(parameter).add_(grad)
 
     def begin_step(self) -> None:
         self._grad.zero_()

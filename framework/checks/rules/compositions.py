@@ -102,6 +102,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "mtp", "MTP modules run in the loss, outside of the forward it sees", "set model.mtp.num_modules=0"
     ),
     _engine_refuses(
+        "chunked_loss",
+        "the head runs in the loss, outside of the forward it sees",
+        "set loss.chunk_tokens=null",
+    ),
+    _engine_refuses(
         "compression", "it reduces by itself and offers no place for ours", "set compression=none"
     ),
     _engine_refuses("quantised_weights", "it gathers by itself", "set compression.weights=none"),
