@@ -115,6 +115,7 @@ def _volume(config: TrainConfig, schedule: Schedule, executable: Schedule | None
         gradient_bytes=sizes.gradients,
         data_parallel_size=config.parallel.data_parallel_size,
         zero_stage=zero.stage,
+        gathered_bytes=sizes.gathered(zero),
     )
     return Volume(links=links, data=data)
 

@@ -114,7 +114,7 @@ def model_cost(
                 bytes_per_element=bytes_per_element,
             )
         )
-    embedding, head = _embedding_parameters(config, vocab_size), _head_parameters(config, vocab_size)
+    embedding, head = embedding_parameters(config, vocab_size), _head_parameters(config, vocab_size)
     forward = head_forward_flops(config, vocab_size=vocab_size)
     forward += sum(run.count * run.forward_flops_per_token for run in runs)
     return ModelCost(
@@ -157,7 +157,7 @@ def stage_parameters(config: ModelConfig, layers: range, *, first: bool, last: b
     table = vocab_size * config.hidden_size
     total = sum(layer_parameters(config, index) for index in layers)
     if first:
-        total += _embedding_parameters(config, vocab_size)
+        total += embedding_parameters(config, vocab_size)
     if last:
         total += _norm_parameters(config) + (0 if first and config.tie_embeddings else table)
         modules = range(config.num_layers, config.num_layers + config.mtp.num_modules)
@@ -361,7 +361,7 @@ def _layer_cost(
     )
 
 
-def _embedding_parameters(config: ModelConfig, vocab_size: int) -> int:
+def embedding_parameters(config: ModelConfig, vocab_size: int) -> int:
     positions = config.max_seq_length if config.position == "learned" else 0
     return (vocab_size + positions) * config.hidden_size
 

@@ -49,6 +49,7 @@ BENCH = {
     ],
     "compression": ["repeats=1", "methods=[onebit]", "mbit_per_s=null", "compute_ms=1"],
     "memory": ["repeats=1", "budgets=[0.5]", "hidden_size=32", "tokens=128", "num_microbatches=6"],
+    "zero": ["data_parallel_sizes=[2]", "repeats=1", "deepspeed=false", "hidden_size=32", "num_layers=2"],
     "deepspeed": ["stages=[2]", "num_steps=2", "num_microbatches=1", "data_parallel_size=1"],
 }
 

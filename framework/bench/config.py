@@ -164,3 +164,27 @@ class MemoryBenchConfig:
             raise ValueError(f"hidden_size={self.hidden_size}: a multiple of 32, for eight heads")
         if self.tokens < 128 or self.tokens % 128:
             raise ValueError(f"tokens={self.tokens}: a multiple of 128, the length of a sequence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroBenchConfig:
+    """`counterflow bench zero`."""
+
+    data_parallel_sizes: tuple[int, ...] = key((4,), "ranks that parameters are sharded over", at_least=2)
+    units: tuple[str, ...] = key(("block",), "of zero.units: block, stage")
+    reduce: tuple[str, ...] = key(("microbatch", "step"), "of zero.reduce: microbatch, step")
+    deepspeed: bool = key(True, "its engine trains as well")
+    hidden_size: int = key(256, "of the model, a multiple of 16", at_least=16)
+    num_layers: int = key(8, "of the model", at_least=1)
+    vocab_size: int = key(7040, "of the model", at_least=257)
+    seq_length: int = key(128, "tokens of a micro-batch", at_least=2)
+    num_microbatches: int = key(2, "micro-batches of a step", at_least=1)
+    repeats: int = key(5, "counted steps of each", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        for name, known in (("units", {"block", "stage"}), ("reduce", {"microbatch", "step"})):
+            if not set(getattr(self, name)) <= known:
+                raise ValueError(f"{name}={list(getattr(self, name))}: of {', '.join(sorted(known))}")
+        if self.hidden_size % 16:
+            raise ValueError(f"hidden_size={self.hidden_size}: a multiple of 16, for eight heads and the MLP")

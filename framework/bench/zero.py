@@ -105,10 +105,8 @@ def measure_zero(
     config: TrainConfig,
     data: PreparedData,
     ways: Sequence[tuple[str, str]],
-    *,
     repeats: int,
     deepspeed: bool,
-    report: Callable[[ZeroRow], None] | None = None,
 ) -> list[ZeroRow]:
     """Each of `ways` (zero.units, zero.reduce) beside its peers; every rank calls this, all get the rows.
 
@@ -119,8 +117,6 @@ def measure_zero(
         zero = replace(config.zero, units=units, reduce=reduce)
         row = _measured(replace(config, zero=zero), data, repeats=repeats, deepspeed=deepspeed)
         rows.append(row)
-        if report is not None and dist.get_rank() == 0:
-            report(row)
     return rows
 
 

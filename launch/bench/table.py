@@ -10,10 +10,11 @@ from counterflow.launch.bench import (
     overlap,
     p2p,
     schedules,
+    zero,
 )
 from counterflow.launch.bench.bench import Bench
 
 BENCHES: dict[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (schedules, p2p, overlap, optimizer, compression, deepspeed, memory)
+    for module in (schedules, p2p, overlap, optimizer, compression, deepspeed, memory, zero)
 }

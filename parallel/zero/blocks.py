@@ -56,6 +56,39 @@ def next_blocks(current: int | None, coming: Iterable[int], count: int) -> tuple
     return tuple(found)
 
 
+def gathers(
+    passes: Sequence[bool], reads_in_backward: Sequence[bool], *, prefetch: int, reshard_after: str
+) -> list[int]:
+    """The blocks that are gathered from an UNSHARD to its RESHARD, in order (Note [Gathers ahead]).
+
+    passes: for each whether it is a backward. reads_in_backward: of each block of the stage.
+    """
+    forward = tuple(range(len(reads_in_backward)))
+    backward = tuple(index for index in reversed(forward) if reads_in_backward[index])
+    orders = [backward if is_backward else forward for is_backward in passes]
+    whole: set[int] = set()
+    gathered: list[int] = []
+    waiting = 0
+
+    def go_on(current: int | None, coming: Iterable[int], count: int, *, frees: bool) -> None:
+        wanted = next_blocks(current, coming, count)
+        needed = dict.fromkeys((*(() if current is None else (current,)), *wanted))
+        if frees:
+            whole.intersection_update(needed)
+        gathered.extend(block for block in needed if block not in whole)
+        whole.update(needed)
+
+    for number, (order, is_backward) in enumerate(zip(orders, passes, strict=True)):
+        later = list(chain.from_iterable(orders[number + 1 :]))
+        waiting -= is_backward
+        frees = reshard_after == "use" or (reshard_after == "backward" and is_backward and waiting == 0)
+        go_on(None, [*order, *later], 1 + prefetch, frees=frees)
+        for position, block in enumerate(order):
+            go_on(block, chain(order[position + 1 :], later), prefetch, frees=frees)
+        waiting += not is_backward
+    return gathered
+
+
 def position_of(block: int, order: Sequence[int], after: int) -> int:
     """Where in `order`, from `after` on, a pass comes to `block`; from the beginning if not there; -1: nowhere."""
     for start in (after, 0):

@@ -300,6 +300,22 @@ def _unsharding(
     )
 
 
+def passes_after(actions: Sequence[Action]) -> dict[int, tuple[Kind, ...]]:
+    """By the index of each UNSHARD of a rank's list: the actions that read the weights until the RESHARD, by kind."""
+    found: dict[int, list[Kind]] = {}
+    since: dict[int, int] = {}
+    for index, action in enumerate(actions):
+        if action.kind is Kind.UNSHARD:
+            since[action.stage] = index
+            found[index] = []
+        elif action.kind is Kind.RESHARD:
+            since.pop(action.stage, None)
+        for leaf in action.leaves:
+            if leaf.kind in (Kind.F, Kind.B, Kind.I) and leaf.stage in since:
+                found[since[leaf.stage]].append(leaf.kind)
+    return {index: tuple(kinds) for index, kinds in found.items()}
+
+
 def add_reduce_grad(schedule: Schedule) -> Schedule:
     """Add REDUCE_GRAD after each stage's last weight gradient on each rank, behind its sends and reshards."""
     return schedule.with_actions(_reducing(actions) for actions in schedule.actions)

@@ -6,12 +6,13 @@ The counts are payloads of one step and one pipeline, by the convention of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from counterflow.parallel.pipeline.analysis.costs import Costs
+from counterflow.parallel.pipeline.analysis.passes import passes_after
 from counterflow.parallel.pipeline.ir.action import Kind, Schedule
 from counterflow.parallel.pipeline.ir.arrays import Products
 from counterflow.parallel.pipeline.ir.dependencies import Value
@@ -95,21 +96,27 @@ def data_volume(
     gradient_bytes: Sequence[float],
     data_parallel_size: int,
     zero_stage: int,
+    gathered_bytes: Callable[[int, Sequence[Kind]], float] | None = None,
 ) -> DataVolume:
     """What the gathers and reductions of `executable` (a lowered schedule) send.
 
     parameter_bytes, gradient_bytes: of each whole stage on one tensor-parallel rank, as they are gathered and reduced.
+    gathered_bytes: of a stage from an UNSHARD to its RESHARD, by what reads it in between; None: all of it, once.
     """
     unshard = [0.0] * executable.num_ranks
     reduce = [0.0] * executable.num_ranks
     for rank, actions in enumerate(executable.actions):
-        for action in actions:
+        passes = passes_after(actions)
+        for index, action in enumerate(actions):
             if action.kind is not Kind.UNSHARD and action.kind is not Kind.REDUCE_GRAD:
                 continue
             size = data_parallel_size * len(executable.replicas_of(action.stage))
             share = (size - 1) / size
             if action.kind is Kind.UNSHARD:
-                unshard[rank] += share * parameter_bytes[action.stage]
+                whole = parameter_bytes[action.stage]
+                if gathered_bytes is not None:
+                    whole = gathered_bytes(action.stage, passes[index])
+                unshard[rank] += share * whole
                 continue
             # An all-reduce is a reduce-scatter and an all-gather.
             reduce[rank] += share * gradient_bytes[action.stage] * (2 if zero_stage == 0 else 1)

@@ -86,22 +86,6 @@ def bind(
     )
 
 
-def passes_after(actions: Sequence[Action]) -> dict[int, tuple[Kind, ...]]:
-    """By the index of each UNSHARD of a rank's list: the actions that read the weights until the RESHARD, by kind."""
-    found: dict[int, list[Kind]] = {}
-    since: dict[int, int] = {}
-    for index, action in enumerate(actions):
-        if action.kind is Kind.UNSHARD:
-            since[action.stage] = index
-            found[index] = []
-        elif action.kind is Kind.RESHARD:
-            since.pop(action.stage, None)
-        for leaf in action.leaves:
-            if leaf.kind in (Kind.F, Kind.B, Kind.I) and leaf.stage in since:
-                found[since[leaf.stage]].append(leaf.kind)
-    return {index: tuple(kinds) for index, kinds in found.items()}
-
-
 def half_of(
     operation: Operation, run: Callable[[], None] | None = None, fill: Callable[[], None] | None = None
 ) -> Half:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
 from counterflow.parallel.offload.offloader import Offloader
-from counterflow.parallel.pipeline.analysis.passes import forward_only, why_not_overlapped
+from counterflow.parallel.pipeline.analysis.passes import forward_only, passes_after, why_not_overlapped
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
 from counterflow.parallel.pipeline.ir.trace import Activity, Recorder, Trace
@@ -30,7 +30,6 @@ from counterflow.parallel.pipeline.runtime.operation import (
     StepState,
     as_tuple,
     bind,
-    passes_after,
     random_state,
     set_random_state,
     split_microbatches,

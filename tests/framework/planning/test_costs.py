@@ -25,7 +25,7 @@ from counterflow.parallel.pipeline.analysis.volume import data_volume, pipeline_
 from counterflow.parallel.pipeline.config import CostsConfig
 from counterflow.parallel.pipeline.ir.action import Kind
 from tests.rank_pool import RankPool
-from tests.tiny import MIXTURES, run_context, tiny_config
+from tests.tiny import MIXTURES, merged, run_context, tiny_config
 
 
 def test_message_bytes() -> None:
@@ -65,6 +65,8 @@ def bytes_of_a_step(config: TrainConfig, run: RunContext) -> dict[str, float]:
         {"pp": 2, "schedule": "zbv", "dp": 2, "zero": 3, "num_microbatches": 6},
         {"pp": 2, "schedule": "dualpipe", "dp": 2, "zero": 2},
         {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": 0},
+        {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": {"stage": 3, "units": "stage"}},
+        {"dp": 2, "zero": {"stage": 3, "prefetch_units": 2, "reshard_after": "backward"}},
         {"pp": 2, "schedule": "1f1b", "dp": 2, "zero": 3, "model": MIXTURES["mixtral"]},
         {"pp": 2, "schedule": "dualpipe", "comm": {"pipeline_payload": "fp8"}},
     ],
@@ -73,7 +75,8 @@ def bytes_of_a_step(config: TrainConfig, run: RunContext) -> dict[str, float]:
 def test_against_a_step(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Any, layout: dict[str, Any]
 ) -> None:
-    config = tiny_config(**layout)
+    # As wide as what parameters are padded to.
+    config = tiny_config(**merged({"model": {"hidden_size": 64}}, layout))
     parallel = config.parallel
     counted = ranks.run(bytes_of_a_step, parallel.world_size, config, run_context(tiny_data, tmp_path))[0]
     config = replace(config, model=replace(config.model, vocab_size=int(counted["vocab_size"])))
@@ -91,6 +94,7 @@ def test_against_a_step(
         gradient_bytes=sizes.gradients,
         data_parallel_size=parallel.data_parallel_size,
         zero_stage=config.zero.stage,
+        gathered_bytes=sizes.gathered(config.zero),
     )
     # The parts are padded to equal lengths, and one number of the gradient norm is shared.
     expected = parallel.data_parallel_size * (sum(data.unshard_bytes) + sum(data.reduce_bytes))

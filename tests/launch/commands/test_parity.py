@@ -98,7 +98,25 @@ def test_parity_of_two_stages_holds(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_sweep(tmp_path: Path) -> None:
-    sharded, whole = _json("memory", tmp_path, "--multirun", "zero.stage=3,0")
+    sharded, whole = _json("memory", tmp_path, "--measure", "--multirun", "zero.stage=3,0")
     assert len(sharded["ranks"]) == 2
+    for rank in sharded["ranks"]:
+        assert rank["measured_peak"] == pytest.approx(rank["predicted_peak"], rel=0.03)
+        assert sum(rank["parts"].values()) == rank["measured_peak"]
     # Two copies of each stage: sharded over the pair they cost half of two whole ones.
     assert sharded["persistent_mean"] / whole["persistent_mean"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_memory_is_predicted_without_a_rank(tmp_path: Path) -> None:
+    result = _json("memory", tmp_path)
+    assert [rank["pipeline"] for rank in result["ranks"]] == [0, 1]
+    assert result["predicted_max"] == max(rank["predicted_peak"] for rank in result["ranks"])
+    assert all(rank["measured_peak"] is None and rank["peak_action"] for rank in result["ranks"])
+    assert "run_dir" not in result
+
+
+def test_memory_as_another_program(tmp_path: Path) -> None:
+    result = _json("memory", tmp_path, "--as", "megatron", "schedule=1f1b")
+    assert result["as"] == "megatron"
+    for rank in result["ranks"]:
+        assert sum(rank["parts"].values()) == rank["predicted_peak"]
