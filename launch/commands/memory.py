@@ -36,6 +36,16 @@ _HELP = Help(
 )
 
 
+# Titles that leave room for the numbers on a narrow terminal.
+_SHORT = {
+    "parameters": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "messages": "sent",
+}
+
+
 def _program(text: str) -> str:
     from argparse import ArgumentTypeError
 
@@ -184,8 +194,8 @@ def _print_peaks(result: dict[str, Any], console: Console) -> None:
     table = new_table(
         f"{result['layout']}: peak of a step, in MiB",
         (
-            "rank" if is_measured else "pipeline rank",
-            *(part.replace("_", " ") for part in parts),
+            "rank",
+            *(_SHORT.get(part, part.replace("_", " ")) for part in parts),
             *peaks,
             "at",
         ),
@@ -194,8 +204,11 @@ def _print_peaks(result: dict[str, Any], console: Console) -> None:
         sizes = [row["parts"][part] for part in parts] + [row[f"{name}_peak"] for name in peaks]
         cells = ["-" if size is None else f"{size / 2**20:.2f}" for size in sizes]
         table.add_row(str(index), *cells, row["peak_action"])
-    if is_measured:
-        table.caption = "the parts are those of the measured peak"
+    table.caption = (
+        "the parts are those of the measured peak"
+        if is_measured
+        else "one of the ranks of each pipeline rank"
+    )
     console.print(table)
 
 
