@@ -109,7 +109,7 @@ def test_what_is_kept_is_what_the_cost_model_says(
     """Of the last stage; what a chunk takes is no more than one micro-batch's, and is not kept."""
     config = replace(tiny_config(**layout), loss=CHUNKED)
     measured = ranks.run(measured_peak, config.parallel.world_size, config, run_context(tiny_data, tmp_path))
-    executed = Workload(config).schedule(config.schedule.num_microbatches)
+    executed = Workload.of(config).schedule(config.schedule.num_microbatches)
     expected = peak_activation_bytes(config, executed, {}, vocab_size=321, on_cpu=True)[-1]
     tp = config.parallel.tensor_parallel_size
     chunk = loss_chunk_bytes(
@@ -129,7 +129,7 @@ def test_what_is_kept_is_what_the_cost_model_says(
 
 def test_the_estimate_does_not_grow_with_the_vocabulary() -> None:
     config = replace(tiny_config(pp=2), loss=LossConfig(chunk_tokens=1024))
-    executed = Workload(config).schedule(config.schedule.num_microbatches)
+    executed = Workload.of(config).schedule(config.schedule.num_microbatches)
 
     def peak(config: TrainConfig, vocab_size: int) -> int:
         plan = recompute_plan(config, executed, vocab_size=vocab_size)
@@ -144,7 +144,7 @@ def test_the_estimate_does_not_grow_with_the_vocabulary() -> None:
 def test_head_and_loss_are_part_of_the_backward() -> None:
     """A stage that recomputes all its layers runs all of its forward again, where the head is not in it."""
     config = replace(tiny_config(pp=2, recompute={"mode": "full"}), loss=CHUNKED)
-    plan = Workload(config, vocab_size=321).recompute_plan
+    plan = Workload.of(config, data_vocab_size=321).recompute_plan
     assert recompute_shares(config, 2, plan, vocab_size=321) == (1.0, 1.0)
     whole = replace(config, loss=LossConfig())
     assert recompute_shares(whole, 2, plan, vocab_size=321)[1] < 1

@@ -143,7 +143,13 @@ def spoil(assembly: Assembly, spoiled: dict[int, float], rank: int | None, *, lo
 
     def spoiled_pass(inputs: Any, targets: Any, loss_fn: Callable[..., Tensor], **options: Any) -> Any:
         factor = spoiled.get(current[-1], 1.0)
-        return pass_over(inputs, targets, lambda *args: factor * loss_fn(*args), **options)
+
+        def spoiled_loss(*args: Any) -> Tensor:
+            loss = loss_fn(*args)
+            loss_fn.loss.add_((factor - 1) * loss.detach())  # type: ignore[attr-defined]
+            return factor * loss
+
+        return pass_over(inputs, targets, spoiled_loss, **options)
 
     def batch(step: int) -> Any:
         current.append(step)
