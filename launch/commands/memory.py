@@ -37,7 +37,7 @@ _HELP = Help(
 
 
 # Titles that leave room for the numbers on a narrow terminal.
-_SHORT = {
+_SHORT: dict[str, str] = {
     "parameters": "weights",
     "gradients": "grads",
     "optimizer": "optim",
@@ -187,7 +187,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 def _print_peaks(result: dict[str, Any], console: Console) -> None:
     is_measured = "run_dir" in result
-    parts = [
+    parts: list[str] = [
         part for part in result["ranks"][0]["parts"] if any(row["parts"][part] for row in result["ranks"])
     ]
     peaks = ("predicted", "measured") if is_measured else ("predicted",)
