@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from counterflow.parallel.dry import is_dry
 from counterflow.parallel.expert.copies import ExpertCopies
 
 _ATTRIBUTE = "counterflow_placement"
@@ -98,7 +99,7 @@ def initialize(out: Tensor, name: str, placement: ParameterPlacement, seed: int)
     the layout, so every layout starts from the same model. Padding is zero. A tensor without values (a dry run) gets
     none.
     """
-    if hasattr(out, "fake_mode"):
+    if is_dry(out):
         return
     if placement.experts is not None:
         for begin, end in expert_runs(placement.experts):

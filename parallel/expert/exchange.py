@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from counterflow.parallel.collectives import Axis, all_to_all_into
+from counterflow.parallel.dry import is_dry
 from counterflow.parallel.expert.copies import ExpertCopies, copies_on, has_copies, places_of, turns
 from counterflow.parallel.expert.packing import PAYLOAD_DTYPES, RowPacking
 from counterflow.parallel.memory_parts import memory_of
@@ -283,7 +284,7 @@ def begin_exchange(
     as are the choices that go to each there.
     """
     axis = experts.axis
-    if hasattr(choice, "fake_mode"):
+    if is_dry(choice):
         return _without_values(experts, choice, link_bytes)
     place = table.find(choice, kept)
     rank_of_choice = table.rank[place]

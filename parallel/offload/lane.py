@@ -22,39 +22,24 @@ class Lane:
     """Runs jobs in order. failed: called with what a job raised; the jobs after it are dropped.
 
     bytes_per_s: the most it copies: one that was quicker is followed by a sleep. None: no limit.
-    is_dry: a dry run, which has nothing to copy beside a computation: each job is done at once, without a thread.
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        bytes_per_s: float | None,
-        failed: Callable[[BaseException], None],
-        is_dry: bool = False,
+        self, name: str, *, bytes_per_s: float | None, failed: Callable[[BaseException], None]
     ) -> None:
         self._bytes_per_s, self._failed = bytes_per_s, failed
-        self._thread: Thread | None = None
-        if is_dry:
-            return
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         # Daemon: a copy that hangs on a disk must not hold the process.
         self._thread = Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        if self._thread is None:
-            job.wait()
-            job.copy()
-            job.done()
-        else:
-            self._jobs.put(job)
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Returns once every job is done."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
+        self._jobs.put(None)
+        self._thread.join()
 
     def _serve(self) -> None:
         is_broken = False

@@ -332,8 +332,7 @@ class Offloader:
             self._recorder.add_copy(kind.value, stage, microbatch, begin, time.perf_counter())
 
     def _lane(self, name: str) -> Lane:
-        is_dry = hasattr(torch.empty(0), "fake_mode")
-        return Lane(name, bytes_per_s=self._bytes_per_s, failed=self._fail, is_dry=is_dry)
+        return Lane(name, bytes_per_s=self._bytes_per_s, failed=self._fail)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

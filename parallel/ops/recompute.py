@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from counterflow.parallel.dry import is_dry
+
 T = TypeVar("T")
 
 
@@ -206,7 +208,7 @@ def _random_state(tensors: list[Tensor]) -> RandomState:
 
     None of tensors without values (a dry run), for which nothing is drawn.
     """
-    if any(hasattr(tensor, "fake_mode") for tensor in tensors):
+    if any(map(is_dry, tensors)):
         return {}
     state = {torch.device("cpu"): torch.get_rng_state()}
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from counterflow.parallel.dry import is_dry
 from counterflow.parallel.ops.fp8 import GRADIENTS, fp8_product
 
 
@@ -309,7 +310,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     ends: int32 [E]; group e is the rows from the end of the one before to ends[e]. Groups may be empty.
     """
-    if hasattr(x, "fake_mode"):  # a dry run, whose groups have no sizes
+    if is_dry(x):  # its groups have no sizes
         return x.new_empty(len(x), weight.shape[2])
     if _fits_grouped_mm(x, weight.shape[1:]):
         return F.grouped_mm(x, weight, offs=ends)
@@ -320,7 +321,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_weight_gradient(x: Tensor, grad_output: Tensor, ends: Tensor) -> Tensor:
     """x [P, in], grad_output [P, out] -> [E, out, in], zero for a group without rows."""
     x = x.to(grad_output.dtype)
-    if hasattr(x, "fake_mode"):
+    if is_dry(x):
         return x.new_empty(len(ends), grad_output.shape[1], x.shape[1])
     if _fits_grouped_mm(x, (x.shape[1], grad_output.shape[1])):
         return F.grouped_mm(grad_output.contiguous().t(), x.contiguous(), offs=ends)
