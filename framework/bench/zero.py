@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,12 +18,14 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.loader import Batch
 from counterflow.framework.data.prepare import PreparedData
 from counterflow.framework.memory.live import LiveBytes, alive_tensors
+from counterflow.framework.planning.workload import Workload
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build
+from counterflow.framework.trainer.build import batches_of, build
 from counterflow.framework.trainer.loop import seed_everything
 from counterflow.framework.trainer.step import train_step
 from counterflow.models.transformer import TransformerStage, materialize
 from counterflow.parallel.collectives import Axis
+from counterflow.parallel.mesh import build_mesh
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 
 _CPU = torch.device("cpu")
@@ -112,18 +114,22 @@ def measure_zero(
 
     config: of ZeRO-3 on one pipeline rank. deepspeed: whether its engine trains as well.
     """
-    rows: list[ZeroRow] = []
-    for units, reduce in ways:
-        zero = replace(config.zero, units=units, reduce=reduce)
-        row = _measured(replace(config, zero=zero), data, repeats=repeats, deepspeed=deepspeed)
-        rows.append(row)
-    return rows
-
-
-def _measured(config: TrainConfig, data: PreparedData, *, repeats: int, deepspeed: bool) -> ZeroRow:
-    ours = _ours_alone(config, data)
+    configs = [
+        replace(config, zero=replace(config.zero, units=units, reduce=reduce)) for units, reduce in ways
+    ]
+    # Before the peer is there: it would be in their peaks.
+    alone = [_ours_alone(each, data) for each in configs]
     peer, theirs = _fully_shard_alone(config, data)
-    seconds = _turns(config, data, peer, repeats=repeats, deepspeed=deepspeed)
+    return [
+        _row(each, ours, theirs, _turns(each, data, peer, repeats=repeats, deepspeed=deepspeed))
+        for each, ours in zip(configs, alone, strict=True)
+    ]
+
+
+def _row(
+    config: TrainConfig, ours: _Alone, theirs: _Alone, seconds: Mapping[str, Sequence[float]]
+) -> ZeroRow:
+    has_deepspeed = "deepspeed" in seconds
     return ZeroRow(
         dp=config.parallel.data_parallel_size,
         units=config.zero.units,
@@ -132,7 +138,7 @@ def _measured(config: TrainConfig, data: PreparedData, *, repeats: int, deepspee
         fully_shard_peak_bytes=theirs.peak_bytes,
         step_s=statistics.median(seconds["ours"]),
         step_ratio_fully_shard=_ratio(seconds["fully_shard"], seconds["ours"]),
-        step_ratio_deepspeed=_ratio(seconds["deepspeed"], seconds["ours"]) if deepspeed else None,
+        step_ratio_deepspeed=_ratio(seconds["deepspeed"], seconds["ours"]) if has_deepspeed else None,
         sent_bytes=ours.sent_bytes,
         lower_bound_bytes=ours.lower_bound_bytes,
         loss_difference=abs(ours.loss - theirs.loss),
@@ -162,18 +168,15 @@ def _ours_alone(config: TrainConfig, data: PreparedData) -> _Alone:
 
 
 def _fully_shard_alone(config: TrainConfig, data: PreparedData) -> tuple[FullyShardPeer, _Alone]:
-    vocab_size, batches = _batches(config, data)
-    gc.collect()
-    peer = FullyShardPeer(config, vocab_size)
-    loss = torch.tensor(peer.step(batches[0]), dtype=torch.float64)
+    workload = Workload.of(config, data_vocab_size=data.vocab_size, device_type="cpu")
+    mesh = build_mesh(config.parallel)
+    batches = batches_of(workload, mesh, data).train
+    mesh.close()
+    peer = FullyShardPeer(config, workload.vocab_size)
+    loss = torch.tensor(peer.step(batches.batch(0)), dtype=torch.float64)
     dist.all_reduce(loss)
-    return peer, _Alone(peak_bytes=_peak(lambda: peer.step(batches[1])), loss=float(loss))
-
-
-def _batches(config: TrainConfig, data: PreparedData) -> tuple[int, list[Batch]]:
-    """The vocabulary, and this rank's part of the first two steps; nothing that made them is kept."""
-    with build(config, data, _CPU) as assembly:
-        return assembly.vocab_size, [assembly.train.batch(step) for step in range(2)]
+    second = batches.batch(1)
+    return peer, _Alone(peak_bytes=_peak(lambda: peer.step(second)), loss=float(loss))
 
 
 def lower_bound(assembly: Assembly) -> int:
@@ -189,7 +192,6 @@ def lower_bound(assembly: Assembly) -> int:
     sizes = {id(block): sum(each.numel() for each in block.parameters()) for block in blocks}
     forward = sum(sizes.values())
     backward = sum(sizes[id(block)] for block in blocks[:-1] if block.reads_in_backward)
-    # The first block of a micro-batch is the last of the backward before.
     element = next(module.parameters()).element_size()
     gathered = assembly.schedule.num_microbatches * (forward + backward) * element
     reduced = sum(unit.grad.numel() for unit in stage.units) * dist.get_world_size() * 4

@@ -12,7 +12,7 @@ Ranks of one pipeline rank do the same, so one of each is run.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -118,7 +118,7 @@ def _dry_step(assembly: Assembly) -> None:
         recorder=Recorder(_CPU),
     )
     add_tied_gradients(assembly.stages.values(), assembly.axes.embedding)
-    if runtime.observe is not None and assembly.modules:
+    if runtime.observe is not None:
         runtime.observe("optimizer")
     with memory_of("optimizer"):
         assembly.optimizer.update_unclipped(1e-3)
@@ -147,17 +147,14 @@ class _ShapesOnly:
     def batch(self, step: int) -> Batch:
         config = self._config
         shape = (config.data.micro_batch_size, config.data.seq_length)
-        count = config.schedule.num_microbatches
-
-        def each() -> Iterator[torch.Tensor]:
-            for _ in range(count):
-                yield torch.zeros(shape, dtype=torch.int64)
-
-        tokens = config.global_batch_size * config.data.seq_length
+        tokens, targets = (
+            [torch.zeros(shape, dtype=torch.int64) for _ in range(config.schedule.num_microbatches)]
+            for _ in range(2)
+        )
         return Batch(
-            tokens=list(each()),
-            targets=list(each()),
-            num_valid_tokens=tokens,
+            tokens=tokens,
+            targets=targets,
+            num_valid_tokens=config.global_batch_size * config.data.seq_length,
             num_samples=config.global_batch_size,
         )
 

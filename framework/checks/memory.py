@@ -13,7 +13,7 @@ from torch import nn
 from counterflow.framework.checks.dry_run import held_by
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.memory.activations import saved_bytes
-from counterflow.framework.memory.live import LiveBytes, Peak
+from counterflow.framework.memory.live import LiveBytes, Peak, alive_tensors
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build, start_process_group
 from counterflow.framework.trainer.loop import seed_everything
@@ -59,13 +59,8 @@ class RankMemory:
 def live_tensor_bytes(device: torch.device) -> int:
     """Bytes of the distinct storages of all tensors alive in this process on `device`."""
     gc.collect()
-    storages: dict[int, int] = {}
-    for candidate in gc.get_objects():
-        # Not isinstance: it would make lazy proxies among the objects import what they stand for.
-        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == device.type:
-            storage = candidate.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    storages = (tensor.untyped_storage() for tensor in alive_tensors(device))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankMemory:

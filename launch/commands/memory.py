@@ -12,6 +12,8 @@ from counterflow.launch.command import LAYOUT_KEYS, Command, Help, LaunchOptions
 from counterflow.launch.printing import new_table, print_lines, say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from counterflow.framework.config.tree import TrainConfig
@@ -71,6 +73,13 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
 
     config = without_records(config)
     check(config)
+    if options.own["measure"] and options.own["as"]:
+        raise ConfigError(
+            [
+                f"--as={options.own['as']} with --measure: ranks measure what this program holds; "
+                "leave one of the two out"
+            ]
+        )
     if options.own["measure"]:
         return _measured(config, options)
     say(f"a step of {layout_text(config)}, run dry")
@@ -92,15 +101,19 @@ def _predicted(config: TrainConfig, data_vocab_size: int | None) -> list[dict[st
     from counterflow.framework.checks.dry_run import dry_run
 
     return [
-        {
-            "pipeline": each.pipeline,
-            "predicted_peak": each.peak.num_bytes,
-            "measured_peak": None,
-            "peak_action": each.peak.action,
-            "parts": dict(each.peak.parts),
-        }
+        _row(each.pipeline, each.peak.num_bytes, each.peak.action, each.peak.parts)
         for each in dry_run(config, vocab_size=data_vocab_size)
     ]
+
+
+def _row(pipeline: int, peak: int, action: str, parts: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "pipeline": pipeline,
+        "predicted_peak": peak,
+        "measured_peak": None,
+        "peak_action": action,
+        "parts": dict(parts),
+    }
 
 
 def _megatron(config: TrainConfig) -> list[dict[str, Any]]:
@@ -126,15 +139,7 @@ def _megatron(config: TrainConfig) -> list[dict[str, Any]]:
     ):
         parts = asdict(each)
         action, moment = parts.pop("peak_action"), parts.pop("peak_moment")
-        rows.append(
-            {
-                "pipeline": pipeline,
-                "predicted_peak": each.peak,
-                "measured_peak": None,
-                "peak_action": f"{action}, {moment}",
-                "parts": parts,
-            }
-        )
+        rows.append(_row(pipeline, each.peak, f"{action}, {moment}", parts))
     return rows
 
 

@@ -37,12 +37,15 @@ class Block:
         return chain.from_iterable(module.parameters() for module in self.modules)
 
 
-def first_order(blocks: Sequence[Block], *, is_backward: bool) -> tuple[int, ...]:
-    """The order in which a pass comes to `blocks`, before one has been seen."""
-    indices = range(len(blocks))
+def first_order(reads_in_backward: Sequence[bool], *, is_backward: bool) -> tuple[int, ...]:
+    """The order in which a pass comes to the blocks of a stage, before one has been seen.
+
+    reads_in_backward: of each block.
+    """
+    indices = range(len(reads_in_backward))
     if not is_backward:
         return tuple(indices)
-    return tuple(index for index in reversed(indices) if blocks[index].reads_in_backward)
+    return tuple(index for index in reversed(indices) if reads_in_backward[index])
 
 
 def next_blocks(current: int | None, coming: Iterable[int], count: int) -> tuple[int, ...]:
@@ -63,9 +66,7 @@ def gathers(
 
     passes: for each whether it is a backward. reads_in_backward: of each block of the stage.
     """
-    forward = tuple(range(len(reads_in_backward)))
-    backward = tuple(index for index in reversed(forward) if reads_in_backward[index])
-    orders = [backward if is_backward else forward for is_backward in passes]
+    orders = [first_order(reads_in_backward, is_backward=is_backward) for is_backward in passes]
     whole: set[int] = set()
     gathered: list[int] = []
     waiting = 0

@@ -164,7 +164,9 @@ class BlockGathers:
 
     def _expected(self, direction: Direction) -> tuple[int, ...]:
         known = self._orders.get((direction, self._is_training))
-        return known or first_order(self._blocks, is_backward=direction == "backward")
+        return known or first_order(
+            [block.reads_in_backward for block in self._blocks], is_backward=direction == "backward"
+        )
 
     def _frees(self) -> bool:
         """Whether what is not needed next is freed now, or RESHARD does it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +131,15 @@ class ShardedStage:
         for unit in self.units:
             unit.begin_step()
 
+    def running(
+        self, kind: Kind, stage: int, microbatch: int, recorder: Recorder
+    ) -> AbstractContextManager[None]:
+        if self._gathers is None and self._reductions is None:
+            return nullcontext()
+        return self._by_block(kind, stage, microbatch, recorder)
+
     @contextmanager
-    def running(self, kind: Kind, stage: int, microbatch: int, recorder: Recorder) -> Generator[None]:
+    def _by_block(self, kind: Kind, stage: int, microbatch: int, recorder: Recorder) -> Generator[None]:
         with ExitStack() as stack:
             if self._gathers is not None and kind is not Kind.W:
                 direction: Direction = "forward" if kind is Kind.F else "backward"

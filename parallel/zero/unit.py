@@ -39,10 +39,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from counterflow.parallel.collectives import Axis, all_gather_into, all_reduce
+from counterflow.parallel.collectives import Axis, all_reduce
 from counterflow.parallel.compress.codec import Codec
 from counterflow.parallel.compress.gradients import GradientReduction
 from counterflow.parallel.compress.reduction import PendingReduction, ReductionReport
@@ -158,8 +157,7 @@ class FlatUnit:
         self._incoming: Tensor | None = None
         self._outgoing: Tensor | None = None
         self._has_reduced = False
-        self._syncing: PendingGather | dist.Work | None = None
-        self._sent: Tensor | None = None
+        self._syncing: PendingGather | None = None
         self._is_whole = True
         self.reshard()
 
@@ -214,9 +212,6 @@ class FlatUnit:
                     if slot.placement.copies is not None
                 ]
             )
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._slot_of
 
     def initialize(self, seed: int) -> None:
         """Fill the parameters with their initial values, the same in every layout."""
@@ -277,12 +272,13 @@ class FlatUnit:
 
     def start_sync(self) -> None:
         """As `sync_parameters`; the network is not waited for."""
+        self._syncing = None
         if self._is_hybrid:
             assert self._shard is not None
-            self._sent = self.master.to(self._shard, non_blocking=True)
-            self._syncing = all_gather_into(self._shard, self._sent, self._replica.across, async_op=True)
+            mine = self.master.to(self._shard.device, non_blocking=True)
+            self._syncing = WeightGather(None, self._replica.across).start(self._shard, mine)
+            self.gathered_bytes += self._syncing.sent_bytes
             return
-        self._syncing = None
         if self._shards_parameters:
             if self._shard is not None:
                 self._shard.copy_(self.master, non_blocking=True)
@@ -300,7 +296,7 @@ class FlatUnit:
         """Return once what `start_sync` started is here."""
         if self._syncing is not None:
             self._syncing.wait()
-        self._syncing = self._sent = None
+        self._syncing = None
 
     # Gradients
 
@@ -318,10 +314,6 @@ class FlatUnit:
         if self._grad_whole is None:
             self._grad_whole = self._buffers.take(self._padded_size)
         return self._grad_whole
-
-    def accumulate(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Add `grad` of `parameter`, in its shape."""
-        self.gradient_buffer(parameter).add_(grad)
 
     def begin_step(self) -> None:
         self._grad.zero_()
@@ -446,11 +438,6 @@ class FlatUnit:
             "gradients": [*grads, *self.reduction.state().values()],
         }
 
-    @property
-    def whole_bytes(self) -> int:
-        """Of the parameters when they are gathered."""
-        return self._padded_size * self._whole.element_size()
-
     def persistent_bytes(self) -> PersistentBytes:
         is_alias = self._is_alias
         whole = 0 if self._shards_parameters else self._whole.nbytes
@@ -472,5 +459,5 @@ def _take_gradient(unit_ref: weakref.ref[FlatUnit], parameter: nn.Parameter) -> 
     assert unit is not None, "a parameter outlived the unit that accumulates its gradient"
     # A weight whose gradient was deferred gets here without one.
     if parameter.grad is not None:
-        unit.accumulate(parameter, parameter.grad)
+        unit.gradient_buffer(parameter).add_(parameter.grad)
         parameter.grad = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from counterflow.framework.checks.rules.rule import Command, Finding, Nodes, Rule
+from counterflow.framework.checks.rules.rule import WITH_DEEPSPEED, Command, Finding, Nodes, Rule
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.planning.workload import Workload
 
@@ -32,13 +32,12 @@ def _row(
     return Rule(name=f"{command}: {setting}", find=find, example=example, command=command)
 
 
-_ENGINE = {"zero": {"engine": "deepspeed", "stage": 1}, "checkpoint": {"enabled": False}}
 _ROUNDED = "what is rounded differs from one process, and parity is to 1e-5"
 
 RULES = (
     _row(
         "memory",
-        _ENGINE,
+        WITH_DEEPSPEED,
         "zero.engine",
         lambda config: config.zero.engine != "native",
         "what it holds is not known here",
@@ -46,7 +45,7 @@ RULES = (
     ),
     _row(
         "parity",
-        _ENGINE,
+        WITH_DEEPSPEED,
         "zero.engine",
         lambda config: config.zero.engine != "native",
         "its gradients are its own business",

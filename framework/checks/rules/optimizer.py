@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterflow.framework.checks.rules.rule import Finding, Rule
+from counterflow.framework.checks.rules.rule import WITH_DEEPSPEED, Finding, Rule
 from counterflow.framework.planning.workload import Workload
 from counterflow.models.fp8 import fp8_problems
 
@@ -24,16 +24,6 @@ def _bf16_moments(workload: Workload) -> Iterator[Finding]:
             value=f"optimizer.kernel={kernel}",
             reason="it keeps fp32 moments, and precision.optimizer_states=bf16",
             remedy="set that to fp32, or optimizer.kernel=auto",
-        )
-
-
-def _engine_frees(workload: Workload) -> Iterator[Finding]:
-    zero = workload.config.zero
-    if zero.engine == "deepspeed" and zero.reshard_after != "use":
-        yield Finding(
-            value=f"zero.reshard_after={zero.reshard_after} with zero.engine=deepspeed",
-            reason="it decides itself when parameters are freed",
-            remedy="set zero.reshard_after=use",
         )
 
 
@@ -86,8 +76,6 @@ def _apex(workload: Workload) -> Iterator[Finding]:
         )
 
 
-_ENGINE = {"zero": {"engine": "deepspeed", "stage": 1}, "checkpoint": {"enabled": False}}
-
 RULES = (
     Rule(
         name="products in fp8 have multiples of 16",
@@ -100,14 +88,9 @@ RULES = (
         example={"optimizer": {"kernel": "apex"}, "precision": {"optimizer_states": "bf16"}},
     ),
     Rule(
-        name="DeepSpeed frees parameters itself",
-        find=_engine_frees,
-        example={**_ENGINE, "zero": {"engine": "deepspeed", "stage": 3, "reshard_after": "step"}},
-    ),
-    Rule(
         name="DeepSpeed has torch's AdamW",
         find=_engine_updates,
-        example={**_ENGINE, "optimizer": {"kernel": "apex"}},
+        example={**WITH_DEEPSPEED, "optimizer": {"kernel": "apex"}},
     ),
     Rule(
         name="parameters on the host are shards",

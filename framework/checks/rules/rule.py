@@ -15,6 +15,9 @@ from counterflow.framework.planning.workload import Workload
 Nodes = Mapping[str, Any]
 """Values of a config as nested mappings, as `from_mapping` reads them; what is missing keeps its default."""
 
+WITH_DEEPSPEED: Nodes = {"zero": {"engine": "deepspeed", "stage": 1}, "checkpoint": {"enabled": False}}
+"""Trained by DeepSpeed's engine, for examples."""
+
 Severity = Literal["refuse", "warn"]
 Command = Literal["parity", "memory"]
 

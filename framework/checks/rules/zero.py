@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from counterflow.framework.checks.rules.rule import Asked, Finding, Rule, largest_divisor
+from counterflow.framework.checks.rules.rule import (
+    WITH_DEEPSPEED,
+    Asked,
+    Finding,
+    Rule,
+    largest_divisor,
+    merged,
+)
 from counterflow.framework.planning.workload import Workload
 from counterflow.parallel.zero.config import ZeroConfig
 
-_ENGINE = {"zero": {"engine": "deepspeed", "stage": 3}, "checkpoint": {"enabled": False}}
 _DEFAULTS = ZeroConfig()
 
 
@@ -16,13 +22,13 @@ def _engine(workload: Workload) -> Iterator[Finding]:
     zero = workload.config.zero
     if zero.engine != "deepspeed":
         return
-    for name in ("units", "prefetch_units", "reduce", "shard_size"):
+    for name in ("units", "prefetch_units", "reshard_after", "reduce", "shard_size"):
         value, default = getattr(zero, name), getattr(_DEFAULTS, name)
         if value != default:
             text = "null" if default is None else default
             yield Finding(
                 value=f"zero.{name}={value} with zero.engine=deepspeed",
-                reason="it decides itself what is gathered and reduced together, and when",
+                reason="it decides itself what is gathered, freed and reduced together, and when",
                 remedy=f"set zero.{name}={text}, or zero.engine=native",
             )
 
@@ -95,7 +101,7 @@ RULES = (
     Rule(
         name="DeepSpeed's engine has its own units",
         find=_engine,
-        example={**_ENGINE, "zero": {**_ENGINE["zero"], "units": "stage"}},
+        example=merged(WITH_DEEPSPEED, {"zero": {"stage": 3, "units": "stage"}}),
     ),
     Rule(
         name="gradients of a micro-batch are reduced to shards",
