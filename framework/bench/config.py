@@ -170,6 +170,9 @@ class MemoryBenchConfig:
 class ZeroBenchConfig:
     """`counterflow bench zero`."""
 
+    mode: Literal["peers", "link", "both"] = key(
+        "peers", "peers (fully_shard and DeepSpeed), link (what a slow link costs; Linux, root) or both"
+    )
     data_parallel_sizes: tuple[int, ...] = key((4,), "ranks that parameters are sharded over", at_least=2)
     units: tuple[str, ...] = key(("block",), "of zero.units: block, stage")
     reduce: tuple[str, ...] = key(("microbatch", "step"), "of zero.reduce: microbatch, step")
@@ -180,6 +183,8 @@ class ZeroBenchConfig:
     seq_length: int = key(128, "tokens of a micro-batch", at_least=2)
     num_microbatches: int = key(2, "micro-batches of a step", at_least=1)
     repeats: int = key(5, "counted steps of each", at_least=1)
+    mbit_per_s: float = key(400.0, "mode=link: what each rank sends at most", above=0)
+    block_ms: float = key(40.0, "mode=link: time of a block's gather, and of its forward", above=0)
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -180,22 +180,21 @@ def _fully_shard_alone(config: TrainConfig, data: PreparedData) -> tuple[FullySh
 
 
 def lower_bound(assembly: Assembly) -> int:
-    """The least bytes that a rank sends in a step that keeps one block whole at a time.
+    """The least bytes that a rank sends in a step that keeps 1 + zero.prefetch_units blocks whole at a time.
 
-    Each micro-batch gathers every block for its forward and, but for an embedding, which needs no weights there, and
-    the last block, which is still whole, for its backward; gradients are reduced once, in fp32.
+    Each micro-batch gathers every block for its forward and, but for an embedding, which needs no weights there, for
+    its backward; what is whole where the direction turns is not gathered again. Gradients are reduced once, in fp32.
     """
     (stage,) = assembly.stages.values()
     module = assembly.modules[0]
     assert isinstance(module, TransformerStage)
-    blocks = module.blocks()
-    sizes = {id(block): sum(each.numel() for each in block.parameters()) for block in blocks}
-    forward = sum(sizes.values())
-    backward = sum(sizes[id(block)] for block in blocks[:-1] if block.reads_in_backward)
+    forward = [sum(each.numel() for each in block.parameters()) for block in module.blocks()]
+    backward = [size for size, block in zip(forward, module.blocks(), strict=True) if block.reads_in_backward]
+    kept, count = 1 + assembly.config.zero.prefetch_units, assembly.schedule.num_microbatches
+    gathered = count * (sum(forward) + sum(backward[:-kept])) - (count - 1) * sum(backward[:kept])
     element = next(module.parameters()).element_size()
-    gathered = assembly.schedule.num_microbatches * (forward + backward) * element
     reduced = sum(unit.grad.numel() for unit in stage.units) * dist.get_world_size() * 4
-    return (gathered + reduced) * (dist.get_world_size() - 1) // dist.get_world_size()
+    return (gathered * element + reduced) * (dist.get_world_size() - 1) // dist.get_world_size()
 
 
 def _peak(run: Callable[[], object], held: dict[str, list[torch.Tensor]] | None = None) -> int:

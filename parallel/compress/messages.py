@@ -3,7 +3,8 @@
 A gloo send begins when word has come that its receive is posted, and that word travels behind what the other side has
 begun to send on the same connection. Where a collective sends before it receives, as the all-gather does, a rank that
 comes to it a little later makes the two directions take turns: on a slow link, twice the time. Here every receive is
-posted before the first send.
+posted before the first send. And gloo's reduce-scatter is an all-reduce, which sends everything twice. So on CPUs
+gathers and reductions are made of messages.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ class Messages:
         with named("exchange of messages", self.axis):
             for work in self.works:
                 work.wait()
+
+
+def suits(tensor: Tensor, axis: Axis) -> bool:
+    """Whether messages are quicker than a collective on `tensor`: with gloo, not with NCCL."""
+    return axis.size > 1 and tensor.device.type == "cpu"
+
+
+def gather(whole: Tensor, shard: Tensor, axis: Axis) -> Messages:
+    """Start to fill `whole` [n * M] with the `shard` [M] of each of the n ranks, in rank order. Group: the axis."""
+    parts = list(whole.view(axis.size, -1))
+    parts.pop(axis.rank).copy_(shard)
+    return exchange(parts, [shard] * len(parts), axis)
 
 
 def exchange(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis) -> Messages:

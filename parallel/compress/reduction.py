@@ -30,8 +30,9 @@ from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, all_reduce, reduce_scatter_into
 from counterflow.parallel.compress.codec import Codec
-from counterflow.parallel.compress.messages import Messages, exchange
+from counterflow.parallel.compress.messages import Messages, exchange, suits
 from counterflow.parallel.compress.pieces import in_pieces
+from counterflow.parallel.memory_parts import memory_of
 
 # A reduction as it goes: yields what is to be waited for (None: nothing) before it goes on; returns its report.
 Steps = Generator["dist.Work | Messages | PendingReduction | None", None, "ReductionReport"]
@@ -135,6 +136,8 @@ class PlainReduction:
             result = None if out is None else out.new_empty(out.shape, dtype=self._dtype)
         if result is None:
             yield all_reduce(wire, self._axis, async_op=True)
+        elif wire is buffer and suits(wire, self._axis):
+            yield from self._by_messages(buffer, result)
         else:
             yield reduce_scatter_into(result, wire, self._axis, async_op=True)
         if wire is not buffer:
@@ -144,6 +147,18 @@ class PlainReduction:
         return ReductionReport(
             sent_bytes=fp32 * wire.element_size() // 4, fp32_bytes=fp32, error_squares=zero, squares=zero
         )
+
+    def _by_messages(self, buffer: Tensor, out: Tensor) -> Generator[Messages]:
+        """The sum in rank order, whose own part may be `out`."""
+        rank = self._axis.rank
+        parts = list(buffer.view(self._axis.size, -1))
+        with memory_of("gradients"):
+            received = list(out.new_empty(self._axis.size - 1, out.numel()))
+        yield exchange(received, [*parts[:rank], *parts[rank + 1 :]], self._axis)
+        terms = [*received[:rank], parts[rank], *received[rank:]]
+        torch.add(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            out.add_(term)
 
     def state(self) -> dict[str, Tensor]:
         return {}

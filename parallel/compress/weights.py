@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from counterflow.parallel.collectives import Axis, all_gather_into
 from counterflow.parallel.compress.codec import Codec, Float8, Integers
 from counterflow.parallel.compress.config import CompressionConfig
-from counterflow.parallel.compress.messages import Messages, exchange
+from counterflow.parallel.compress.messages import Messages, exchange, gather, suits
 from counterflow.parallel.compress.pieces import PiecewiseCodec, in_pieces
 from counterflow.parallel.parameters import placement_of
 
@@ -90,7 +90,10 @@ class WeightGather:
         """
         if self._codec is None:
             sent = shard.to(whole.dtype)
-            work = all_gather_into(whole, sent, self._axis, async_op=True)
+            if suits(whole, self._axis):
+                work = gather(whole, sent, self._axis)
+            else:
+                work = all_gather_into(whole, sent, self._axis, async_op=True)
             sent_bytes = (self._axis.size - 1) * sent.nbytes
             return PendingGather(whole=whole, sent=sent, work=work, sent_bytes=sent_bytes)
         codec = in_pieces(self._codec, shard.numel(), shard.device)
