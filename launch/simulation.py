@@ -108,7 +108,11 @@ def _volume(config: TrainConfig, schedule: Schedule, executable: Schedule | None
         return Volume(links=links)
     zero = config.zero
     if zero.stage != 3 or zero.reshard_after != "use":
-        executable = lower(schedule, zero_stage=zero.stage, reshard_after=zero.reshard_after)
+        executable = lower(
+            schedule,
+            zero_stage=zero.stage,
+            reshard_after=[zero.reshard_after_of(rank) for rank in range(schedule.num_ranks)],
+        )
     data = data_volume(
         executable,
         parameter_bytes=sizes.parameters,

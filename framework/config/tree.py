@@ -111,6 +111,8 @@ class LauncherConfig:
 class TrainConfig:
     """Everything a run depends on. The nodes are the names of the command line (`parallel.tensor_parallel_size=8`).
 
+    memory_limit_bytes: what a rank may hold at the peak of a step. A layout that is predicted to need more is refused
+        before ranks start; null: nobody asks.
     device: where ranks compute; auto: on GPUs where there are some, each rank on its own, else on the CPU.
     """
 
@@ -135,9 +137,15 @@ class TrainConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: int = 0
     deterministic: bool = True
+    memory_limit_bytes: int | None = None
     device: DeviceChoice = "auto"
 
     def __post_init__(self) -> None:
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes < 1:
+            raise ValueError(
+                f"memory_limit_bytes={self.memory_limit_bytes}: bytes of one rank; set it to 1 or more, or to null for "
+                "no limit"
+            )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(
                 f"seed={self.seed}: a whole number from 0 to 2^63 - 1; set it so, 0 is the default"

@@ -71,7 +71,7 @@ def as_executed(config: TrainConfig, schedule: Schedule) -> Schedule:
     return lower(
         schedule,
         zero_stage=config.zero.stage,
-        reshard_after=config.zero.reshard_after,
+        reshard_after=[config.zero.reshard_after_of(rank) for rank in range(schedule.num_ranks)],
         early_sends=config.schedule.early_sends,
         overlap=config.overlaps_experts,
     )

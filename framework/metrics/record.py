@@ -126,8 +126,9 @@ class StepRecord:
     summed over the stages on which this step ran all three; None where none did.
     num_microbatches: of each data-parallel rank. padding_share: of the positions computed; None where samples are
     windows of one length.
-    bytes_by_axis: bytes sent over each mesh axis by all ranks. peak_memory_bytes: the largest of any rank.
-    peak_live_activations: micro-batches alive at once; peak_held_weight_grad_bytes: kept for deferred weight
+    bytes_by_axis: bytes sent over each mesh axis by all ranks. peak_memory_bytes: the largest of any rank, by the
+    allocator of a GPU, or what the process has held at most on a CPU.
+    pipeline_peak_memory_bytes: the same; peak_live_activations: micro-batches alive at once; peak_held_weight_grad_bytes: kept for deferred weight
     gradients; one value for each pipeline rank, the largest of its replicas.
     compression_ratio: bytes that the reductions of gradients would have sent in fp32, over those they sent, of all
     ranks. compression_error: the norm of what their messages left out, over that of what they were to say. None where
@@ -163,6 +164,7 @@ class StepRecord:
     peak_memory_bytes: int
     peak_live_activations: tuple[int, ...]
     peak_held_weight_grad_bytes: tuple[int, ...]
+    pipeline_peak_memory_bytes: tuple[int, ...] = ()
     num_microbatches: int | None = None
     padding_share: float | None = None
     compression_ratio: float | None = None

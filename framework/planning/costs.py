@@ -30,19 +30,19 @@ class StageBytes:
     blocks: tuple[tuple[float, ...], ...]
     has_embedding: tuple[bool, ...]
 
-    def gathered(self, zero: ZeroConfig) -> Callable[[int, Sequence[Kind]], float] | None:
-        """What ZeRO-3 gathers of a stage from an UNSHARD to its RESHARD; None: all of it, once."""
+    def gathered(self, zero: ZeroConfig) -> Callable[[int, int, Sequence[Kind]], float] | None:
+        """What ZeRO-3 gathers on a rank of a stage from an UNSHARD to its RESHARD; None: all of it, once."""
         if not (zero.stage == 3 and zero.has_block_units):
             return None
 
-        def of(stage: int, passes: Sequence[Kind]) -> float:
+        def of(rank: int, stage: int, passes: Sequence[Kind]) -> float:
             sizes = self.blocks[stage]
             reads = [index > 0 or not self.has_embedding[stage] for index in range(len(sizes))]
             found = gathers(
                 [kind is not Kind.F for kind in passes],
                 reads,
                 prefetch=zero.prefetch_units,
-                reshard_after=zero.reshard_after,
+                reshard_after=zero.reshard_after_of(rank),
             )
             return sum(sizes[block] for block in found)
 

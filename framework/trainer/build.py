@@ -177,7 +177,9 @@ def build_model(workload: Workload, device: torch.device) -> BuiltModel:
             continue
         _choose_kernels(module, config, kernels["norm"], device)
         is_tied = schedule.num_stages > 1 and has_tie(config.model)
-        stages[index] = _sharded(module, config, axes, is_tied=is_tied, device=device)
+        stages[index] = _sharded(
+            module, config, axes, pipeline=mesh.coordinate.pipeline, is_tied=is_tied, device=device
+        )
         runtime_stages[index] = Stage(index, module, stages[index])
     return BuiltModel(
         mesh=mesh,
@@ -290,11 +292,18 @@ def _choose_kernels(
 
 
 def _sharded(
-    module: TransformerStage, config: TrainConfig, axes: Axes, *, is_tied: bool, device: torch.device
+    module: TransformerStage,
+    config: TrainConfig,
+    axes: Axes,
+    *,
+    pipeline: int,
+    is_tied: bool,
+    device: torch.device,
 ) -> ShardedStage:
     context = ZeroContext(
         config=config.zero,
         replica=axes.replicas,
+        pipeline=pipeline,
         tensor=axes.tensor,
         expert_replica=axes.expert_replicas,
         expert=axes.expert,

@@ -300,6 +300,9 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
         offload=None if assembly.runtime.offloader is None else _offload(by_stage),
         moe=outcome.moe,
         peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in ranks)),
+        pipeline_peak_memory_bytes=tuple(
+            int(max(rank.peak_memory_bytes for rank in members)) for members in by_stage
+        ),
         peak_live_activations=tuple(
             int(max(rank.peak_live_activations for rank in members)) for members in by_stage
         ),

@@ -66,6 +66,8 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
         for sentence in warnings_of(config):
             say(f"warning: {sentence}")
     check_environment(config, joined)
+    if config.memory_limit_bytes is not None:
+        config, options = _within_memory(config, options, is_first=joined is None or joined.rank == 0)
     with ExitStack() as held:
         if joined is not None:
             return join(config, options, joined, started_at, held)
@@ -88,6 +90,25 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
             grace_s=config.launcher.grace_s,
         )
         return summary(results[0], context)
+
+
+def _within_memory(
+    config: TrainConfig, options: LaunchOptions, *, is_first: bool
+) -> tuple[TrainConfig, LaunchOptions]:
+    """Both with what memory decides, so that it is in the run's record. Every rank of a joined run comes to the same.
+
+    is_first: says it.
+    """
+    # It imports torch, which nobody else here needs yet.
+    from counterflow.framework.checks.memory_limit import within_memory
+    from counterflow.launch.printing import say
+
+    decided = within_memory(config, say=say if is_first else lambda _: None)
+    values = options.config_values
+    if decided is not config and values is not None:
+        zero = {**values.get("zero", {}), "reshard_after": list(decided.zero.reshard_after)}
+        options = options._replace(config_values={**values, "zero": zero})
+    return decided, options
 
 
 def _import_what_ends_a_run(config: TrainConfig) -> None:

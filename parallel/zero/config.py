@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ReshardAfter = Literal["use", "backward", "step", "auto"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
@@ -17,7 +19,8 @@ class ZeroConfig:
     prefetch_units (stage 3, units=block): how many blocks are gathered ahead of the one that is computed.
     reshard_after (stage 3): `use` frees whole parameters as soon as the next uses that are under way are of others;
         `backward` keeps them from a forward to the last backward that waits for one; `step` keeps them from
-        their first use in a step to their last.
+        their first use in a step to their last. A list has one for each pipeline rank. `auto` keeps them for as long
+        as each pipeline rank has room below memory_limit_bytes.
     reduce (stages 2 and 3): `step` accumulates whole gradients and reduces them once a step, with the fewest bytes on
         the wire; `microbatch` reduces a block's as soon as a micro-batch's are complete and keeps its shard only.
     shard_size (stage 3): parameters are sharded within groups of so many replicas, a node say, and replicated
@@ -29,7 +32,7 @@ class ZeroConfig:
     engine: Literal["native", "deepspeed"] = "native"
     units: Literal["block", "stage"] = "block"
     prefetch_units: int = 1
-    reshard_after: Literal["use", "backward", "step"] = "use"
+    reshard_after: ReshardAfter | tuple[ReshardAfter, ...] = "use"
     reduce: Literal["step", "microbatch"] = "step"
     shard_size: int | None = None
     offload_parameters: bool = False
@@ -45,6 +48,11 @@ class ZeroConfig:
                 f"zero.shard_size={self.shard_size}: a number of replicas; set it to 1 or more, or null to shard over "
                 "all of them"
             )
+
+    def reshard_after_of(self, pipeline: int) -> ReshardAfter:
+        """When pipeline rank `pipeline` frees whole parameters; `auto` is `use` until it has been decided."""
+        each = self.reshard_after if isinstance(self.reshard_after, str) else self.reshard_after[pipeline]
+        return "use" if each == "auto" else each
 
     @property
     def has_block_units(self) -> bool:

@@ -42,13 +42,15 @@ class ZeroContext:
 
     replica: the ranks that hold a copy of the stage. expert_replica: those that hold the same experts of it; None: the
     stage has none. expert: the axis over which copies of experts are spread; None: there are none.
-    tensor: over which partial gradients are summed. dtype: of the computation; masters are fp32.
+    pipeline: this rank's place along the pipeline. tensor: over which partial gradients are summed.
+    dtype: of the computation; masters are fp32.
     compression: how gradients and parameters travel. reduce_dtype: in which gradients are summed over replicas, unless
     they are compressed. host_masters: masters are in memory of the host, to be updated there.
     """
 
     config: ZeroConfig
     replica: ReplicaAxes
+    pipeline: int = 0
     tensor: Axis = field(default_factory=Axis)
     expert_replica: ReplicaAxes | None = None
     expert: Axis | None = None

@@ -77,7 +77,7 @@ class ShardedStage:
                 blocks,
                 units_of,
                 prefetch=config.prefetch_units,
-                reshard_after=config.reshard_after,
+                reshard_after=config.reshard_after_of(context.pipeline),
                 # What is left of the backward before has had half a forward to hide behind.
                 half_way=None if self._reductions is None else self._reductions.finish,
             )

@@ -96,6 +96,9 @@ def test_blocks_and_stages_train_alike_and_repeat_to_the_bit(
     once = trained("once", reduce="microbatch")
     assert once == pytest.approx(stages, rel=1e-6)
     assert trained("again", reduce="microbatch") == once
+    if schedule == "1f1b":
+        # When parameters are freed changes nothing, on one rank or on all.
+        assert trained("kept", reduce="microbatch", reshard_after=("use", "step")) == once
 
 
 def whole_at_once(config: TrainConfig, run: RunContext) -> list[int]:

@@ -83,6 +83,58 @@ def _shards_in_groups(workload: Workload) -> Iterator[Finding]:
             )
 
 
+def _frees_by_rank(workload: Workload) -> Iterator[Finding]:
+    config = workload.config
+    after, size = config.zero.reshard_after, config.parallel.pipeline_parallel_size
+    if isinstance(after, str):
+        if after == "auto" and config.memory_limit_bytes is None:
+            yield Finding(
+                value="zero.reshard_after=auto",
+                reason="it is chosen by the room that memory_limit_bytes leaves, and there is no limit",
+                remedy="set memory_limit_bytes=N, or zero.reshard_after=use, backward or step",
+            )
+        return
+    text = f"zero.reshard_after=[{','.join(after)}]"
+    if len(after) != size:
+        yield Finding(
+            value=text,
+            reason=f"a list has a word for each of the parallel.pipeline_parallel_size={size} pipeline ranks",
+            remedy=f"name {size} of use, backward and step, or one for all",
+        )
+    elif "auto" in after:
+        yield Finding(
+            value=text,
+            reason="auto is for all pipeline ranks",
+            remedy="set zero.reshard_after=auto, or name use, backward or step for each",
+        )
+    elif workload.named(workload.full_size).num_directions > 1 and after != after[::-1]:
+        yield Finding(
+            value=text,
+            reason=f"schedule={config.schedule.name} has the copies of a stage on mirrored pipeline ranks, which "
+            "gather it together",
+            remedy="name the same for both, as in zero.reshard_after=[use,step,step,use]",
+        )
+
+
+def _limit_is_predicted(workload: Workload) -> Iterator[Finding]:
+    config = workload.config
+    if config.memory_limit_bytes is None:
+        return
+    value = f"memory_limit_bytes={config.memory_limit_bytes}"
+    if config.zero.engine != "native":
+        yield Finding(
+            value=f"{value} with zero.engine={config.zero.engine}",
+            reason="what it holds is not known here",
+            remedy="set memory_limit_bytes=null, or zero.engine=native",
+        )
+    if config.offload.is_active:
+        yield Finding(
+            value=f"{value} with offload.policy={config.offload.policy}",
+            reason="when activations have left depends on a link, so the peak is not predicted",
+            remedy="set memory_limit_bytes=null; offload.budget_bytes limits activations",
+        )
+
+
 def _groups_are_equal(workload: Workload) -> Iterator[Finding]:
     config, size = workload.config, workload.config.zero.shard_size
     if size is None or config.zero.stage != 3:
@@ -102,6 +154,17 @@ RULES = (
         name="DeepSpeed's engine has its own units",
         find=_engine,
         example=merged(WITH_DEEPSPEED, {"zero": {"stage": 3, "units": "stage"}}),
+    ),
+    Rule(
+        name="each pipeline rank frees its parameters",
+        find=_frees_by_rank,
+        example={"zero": {"stage": 3, "reshard_after": "auto"}},
+        asked=Asked.WITH_SCHEDULE,
+    ),
+    Rule(
+        name="what is limited is predicted",
+        find=_limit_is_predicted,
+        example={"memory_limit_bytes": 1 << 30, "offload": {"policy": "schedule", "budget_bytes": 1 << 24}},
     ),
     Rule(
         name="gradients of a micro-batch are reduced to shards",

@@ -36,7 +36,7 @@ def lower(
     schedule: Schedule,
     *,
     zero_stage: int,
-    reshard_after: str = "use",
+    reshard_after: str | Sequence[str] = "use",
     early_sends: bool = False,
     overlap: bool = False,
 ) -> Schedule:
@@ -242,27 +242,30 @@ def _merged(actions: Sequence[Action]) -> Iterator[Action]:
         yield action
 
 
-def add_unshard(schedule: Schedule, reshard_after: str = "use", *, prefetch: int = 1) -> Schedule:
+def add_unshard(
+    schedule: Schedule, reshard_after: str | Sequence[str] = "use", *, prefetch: int = 1
+) -> Schedule:
     """Add UNSHARD ahead of the first action that reads a stage's weights, RESHARD after the last.
 
     reshard_after: `use` reshards a stage after each use unless it is used again so soon that it would be
         gathered anew at once; `backward` does so while no forward waits for its backward; `step` keeps it from its
-        first use in the step to its last.
+        first use in the step to its last. A sequence has one for each rank.
     prefetch: how many compute actions before its use a stage is unsharded.
 
     W reads no weights. At the end every stage is resharded.
 
     Raises ValueError: an unknown `reshard_after`.
     """
-    if reshard_after not in ("use", "backward", "step"):
-        raise ValueError(
-            f"zero.reshard_after={reshard_after}: parameters are resharded after each `use`, after the last `backward` "
-            "that waits, or after the `step`; choose one of them"
-        )
-    keep = None if reshard_after == "step" else prefetch + 1
+    of_ranks = [reshard_after] * schedule.num_ranks if isinstance(reshard_after, str) else reshard_after
+    for each in of_ranks:
+        if each not in ("use", "backward", "step"):
+            raise ValueError(
+                f"zero.reshard_after={each}: parameters are resharded after each `use`, after the last `backward` "
+                "that waits, or after the `step`; choose one of them"
+            )
     return schedule.with_actions(
-        _unsharding(actions, keep, prefetch, waits=reshard_after == "backward")
-        for actions in schedule.actions
+        _unsharding(actions, None if each == "step" else prefetch + 1, prefetch, waits=each == "backward")
+        for actions, each in zip(schedule.actions, of_ranks, strict=True)
     )
 
 

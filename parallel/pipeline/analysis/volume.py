@@ -96,12 +96,13 @@ def data_volume(
     gradient_bytes: Sequence[float],
     data_parallel_size: int,
     zero_stage: int,
-    gathered_bytes: Callable[[int, Sequence[Kind]], float] | None = None,
+    gathered_bytes: Callable[[int, int, Sequence[Kind]], float] | None = None,
 ) -> DataVolume:
     """What the gathers and reductions of `executable` (a lowered schedule) send.
 
     parameter_bytes, gradient_bytes: of each whole stage on one tensor-parallel rank, as they are gathered and reduced.
-    gathered_bytes: of a stage from an UNSHARD to its RESHARD, by what reads it in between; None: all of it, once.
+    gathered_bytes: by a rank of a stage from an UNSHARD to its RESHARD, by what reads it in between; None: all of it,
+    once.
     """
     unshard = [0.0] * executable.num_ranks
     reduce = [0.0] * executable.num_ranks
@@ -115,7 +116,7 @@ def data_volume(
             if action.kind is Kind.UNSHARD:
                 whole = parameter_bytes[action.stage]
                 if gathered_bytes is not None:
-                    whole = gathered_bytes(action.stage, passes[index])
+                    whole = gathered_bytes(rank, action.stage, passes[index])
                 unshard[rank] += share * whole
                 continue
             # An all-reduce is a reduce-scatter and an all-gather.
