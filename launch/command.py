@@ -72,7 +72,8 @@ class LaunchOptions(NamedTuple):
 
     out: the run's folder; None makes a new one under `launcher.runs_dir`. command: as the user wrote it.
     config_values: the config as it may be written down; None: what was given, without passwords. own: values of the
-    command's own options. in_sweep: whether a table of all runs follows.
+    command's own options. in_sweep: whether a table of all runs follows. may_go_on: whether `out` may be the folder of
+    a run, which goes on there.
     """
 
     out: Path | None = None
@@ -81,6 +82,7 @@ class LaunchOptions(NamedTuple):
     config_values: Mapping[str, Any] | None = None
     own: Mapping[str, Any] = MappingProxyType({})
     in_sweep: bool = False
+    may_go_on: bool = False
 
 
 def check_layout(config: TrainConfig) -> None:

@@ -54,7 +54,7 @@ def join(
     os.environ.update(joined.variables)
     if joined.is_on_loopback:
         os.environ.update(socket_environment())
-    if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not options.may_go_on:
         say(
             "a job that torchrun restarts is not resumed: its second round is refused (see checkpoint.resume)"
         )
@@ -92,8 +92,9 @@ def _lead(
         council.agree("configs", timedelta(seconds=config.comm.timeout_s), differences)
         council.say("agents", {"agent": agent_of(os.environ)})
         agents = [said["agent"] for said in council.hear("agents", timedelta(seconds=config.comm.timeout_s))]
-        refuse_later_round(config, options.out, agents)
-        check_out(options.out)
+        if not options.may_go_on:
+            refuse_later_round(config, options.out, agents)
+        check_out(options.out, may_go_on=options.may_go_on)
         data = prepare_data(config, show=True)
         council.answer("prepared", {})
         council.say("data", _data_facts(config, data, joined))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,7 @@ def prepare_run(
 
     Raises ConfigError, ValueError: for what the data or the folder refuses.
     """
-    check_out(options.out)
+    check_out(options.out, may_go_on=options.may_go_on)
     return new_run(config, options, prepare_data(config, show=True), started_at, kind, held=held)
 
 
@@ -75,10 +77,14 @@ def new_run(
     """The run's folder, new and locked, with its config.yaml, for data that is there."""
     digest = config_hash(config)
     label = "-".join(filter(None, (kind, digest[:8])))
-    run_dir = make_run_dir(Path(config.launcher.runs_dir).expanduser(), label, options.out)
+    runs_dir = Path(config.launcher.runs_dir).expanduser()
+    run_dir = make_run_dir(runs_dir, label, options.out, may_go_on=options.may_go_on)
     with ExitStack() as briefly:
-        (held or briefly).enter_context(lock_run_dir(run_dir, options.out))
-        (run_dir / "config.yaml").write_text(config_file_text(config, options.command, options.config_values))
+        (held or briefly).enter_context(lock_run_dir(run_dir, options.out, may_go_on=options.may_go_on))
+        if options.may_go_on:
+            for control_dir in run_dir.glob(".ranks-*"):  # of a launcher that was killed
+                shutil.rmtree(control_dir, ignore_errors=True)
+        _write_config(run_dir, config_file_text(config, options.command, options.config_values))
     return RunContext(
         run_dir=run_dir,
         data=data,
@@ -89,6 +95,15 @@ def new_run(
         config_values=_as_written(config, options),
         hidden=hidden_in(config, options),
     )
+
+
+def _write_config(run_dir: Path, text: str) -> None:
+    """config.yaml; that of an earlier start of the run is kept beside it where it says something else."""
+    path = run_dir / "config.yaml"
+    if path.is_file() and path.read_text() != text:
+        number = next(n for n in count(1) if not (run_dir / f"config.{n}.yaml").exists())
+        path.rename(run_dir / f"config.{number}.yaml")
+    path.write_text(text)
 
 
 def _as_written(config: TrainConfig, options: LaunchOptions) -> Mapping[str, Any]:
@@ -131,14 +146,23 @@ def _with_local_rank(entry: Callable[..., Any], args: Sequence[Any]) -> Any:
     return entry(*args, local_rank=int(os.environ["LOCAL_RANK"]))
 
 
-def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datetime | None = None) -> Path:
+def make_run_dir(
+    runs_dir: Path,
+    label: str,
+    out: Path | None = None,
+    now: datetime | None = None,
+    *,
+    may_go_on: bool = False,
+) -> Path:
     """A new folder `<runs_dir>/<date-time>-<label>`, or `out` itself; absolute, and no other run's.
+
+    may_go_on: `out` may be the folder of a run, which goes on there.
 
     Raises ConfigError: where `out` holds something already, or no folder can be made.
     """
     try:
         if out is not None:
-            if out.exists():
+            if out.exists() and not may_go_on:
                 _check_empty(out)
             out.mkdir(parents=True, exist_ok=True)
             return out.resolve()
@@ -159,7 +183,7 @@ def make_run_dir(runs_dir: Path, label: str, out: Path | None = None, now: datet
         ) from error
 
 
-def check_out(out: Path | None) -> None:
+def check_out(out: Path | None, *, may_go_on: bool = False) -> None:
     """Look at --out before the data are prepared, which may take hours; it is looked at again when it is taken.
 
     Raises ConfigError: where it holds something, or another run writes there.
@@ -169,7 +193,8 @@ def check_out(out: Path | None) -> None:
     holder = holder_of(out)
     if holder is not None and holder.state != "gone":
         raise ConfigError([f"--out {out}: {holder} writes a run there; name a new folder"])
-    _check_empty(out)
+    if not may_go_on:
+        _check_empty(out)
 
 
 def _check_empty(out: Path) -> None:
@@ -187,7 +212,7 @@ def _check_empty(out: Path) -> None:
     )
 
 
-def lock_run_dir(run_dir: Path, out: Path | None) -> RunLock:
+def lock_run_dir(run_dir: Path, out: Path | None, *, may_go_on: bool = False) -> RunLock:
     """The lock of a folder that `make_run_dir` gave, held until it is released.
 
     Raises ConfigError: where another run holds it, or had it since and left its files.
@@ -201,7 +226,7 @@ def lock_run_dir(run_dir: Path, out: Path | None) -> RunLock:
             [f"{run_dir}: no lock can be written there: {error}; name a folder that you may write to"]
         ) from error
     try:
-        if out is not None:
+        if out is not None and not may_go_on:
             _check_empty(out)
     except BaseException:
         lock.release()

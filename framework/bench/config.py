@@ -167,6 +167,24 @@ class MemoryBenchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultBenchConfig:
+    """`counterflow bench faults`."""
+
+    trials: int = key(100, "runs that are killed once each", at_least=1)
+    seed: int = key(0, "of the moments")
+    model: str = key("tiny", "of the runs")
+    pipeline_parallel_size: int = key(1, "pipeline ranks", at_least=1)
+    data_parallel_size: int = key(2, "data-parallel ranks", at_least=1)
+    schedule: str = key("1f1b", "of the runs")
+    zero_stage: int = key(3, "of the runs", at_least=0)
+    num_steps: int = key(12, "of a run", at_least=2)
+    interval_steps: int = key(2, "between checkpoints", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroBenchConfig:
     """`counterflow bench zero`."""
 

@@ -10,7 +10,8 @@ class CheckpointConfig:
     """When checkpoints are written, how many are kept, and where a run goes on from.
 
     interval_steps: 0 saves at the end only. keep: newest checkpoints kept.
-    resume: a run's folder to go on from at its newest whole checkpoint, or the folder of one checkpoint.
+    resume: a run's folder to go on from at its newest whole checkpoint, or the folder of one checkpoint; `auto`: the
+        run's own folder, --out, so that the same command goes on there after whatever ended it, or begins.
     allow_changes: settings of the model or the data, by full name, that may differ from what that was trained with.
     timeout_s: how long ranks wait for each other while one is saved or loaded, instead of comm.timeout_s.
     verify_checksums: on load, read every file once more and compare its crc32; sizes are always compared.

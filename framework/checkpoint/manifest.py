@@ -95,6 +95,8 @@ def temporary_of(folder: Path) -> Path:
 
 def leftovers(root: Path) -> list[Path]:
     """What dead runs left half written under `root`, or what a living one is writing."""
+    if not root.is_dir():
+        return []
     return [path for path in root.iterdir() if _TEMPORARY.fullmatch(path.name)]
 
 

@@ -89,13 +89,25 @@ class LauncherConfig:
 
     runs_dir: folder that holds the runs' folders. threads_per_rank: compute threads of a rank; null shares the
     cores out. grace_s: time a rank has to stop by itself before it is killed.
+    max_restarts: how often local ranks are started again after one of them failed, from the newest checkpoint;
+        restart_delay_s: before the first time, and twice as long before each further one, up to a minute.
     """
 
     runs_dir: str = "runs"
     threads_per_rank: int | None = None
     grace_s: float = 5.0
+    max_restarts: int = 0
+    restart_delay_s: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ValueError(
+                f"launcher.max_restarts={self.max_restarts}: how often ranks are started again; set it to 0 or more"
+            )
+        if not 0 <= self.restart_delay_s <= 3600:
+            raise ValueError(
+                f"launcher.restart_delay_s={self.restart_delay_s}: seconds from 0 to an hour; 1 is the default"
+            )
         if self.threads_per_rank is not None and not 1 <= self.threads_per_rank <= 1024:
             raise ValueError(
                 f"launcher.threads_per_rank={self.threads_per_rank}: a rank has from 1 to 1024 threads; set it so, "

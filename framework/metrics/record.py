@@ -128,8 +128,9 @@ class StepRecord:
     windows of one length.
     bytes_by_axis: bytes sent over each mesh axis by all ranks. peak_memory_bytes: the largest of any rank, by the
     allocator of a GPU, or what the process has held at most on a CPU.
-    pipeline_peak_memory_bytes: the same; peak_live_activations: micro-batches alive at once; peak_held_weight_grad_bytes: kept for deferred weight
-    gradients; one value for each pipeline rank, the largest of its replicas.
+    pipeline_peak_memory_bytes: the same; peak_live_activations: micro-batches alive at once;
+    peak_held_weight_grad_bytes: kept for deferred weight gradients; one value for each pipeline rank, the largest of
+    its replicas.
     compression_ratio: bytes that the reductions of gradients would have sent in fp32, over those they sent, of all
     ranks. compression_error: the norm of what their messages left out, over that of what they were to say. None where
     gradients are not compressed.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,10 +64,28 @@ def start_process_group(config: TrainConfig, local_rank: int) -> torch.device:
     if devices.kind(config.device) == "cuda":
         device = torch.device("cuda", devices.index(local_rank))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **_meeting_of_round(timeout)
+        )
         return device
-    dist.init_process_group("gloo", timeout=timeout)
+    dist.init_process_group("gloo", timeout=timeout, **_meeting_of_round(timeout))
     return torch.device("cpu")
+
+
+def _meeting_of_round(timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks meet that torchrun has started again: the store that it keeps has addresses of dead ones."""
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if number == "0":
+        return {}
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return {
+        "store": PrefixStore(f"round-{number}", store),
+        "rank": rank,
+        "world_size": world_size,
+    }
 
 
 def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Assembly:

@@ -27,7 +27,7 @@ from counterflow.framework.checkpoint.manifest import (
     step_of,
     whole_problem,
 )
-from counterflow.framework.trainer.run_lock import Holder, LockedError, RunLock, holder_of
+from counterflow.framework.trainer.run_lock import Holder, LockedError, RunLock, holder_of, is_own
 
 logger = logging.getLogger(__name__)
 _CHECKPOINTS = "checkpoints"
@@ -132,7 +132,11 @@ def clean_leftovers(source: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         found = Source.of(source)
         # The lock is taken where it is needed only: who reads beside us would see a run that writes.
-        if found.run_dir is not None and leftovers(found.root):
+        if found.run_dir is None or not leftovers(found.root):
+            return
+        if is_own(holder_of(found.run_dir)):
+            remove_leftovers(found.root)
+        else:
             with contextlib.suppress(LockedError), RunLock(found.run_dir):
                 remove_leftovers(found.root)
 
@@ -175,9 +179,9 @@ def _choose_and_hold(
 
 
 def _writer(source: Source) -> Holder | None:
-    """Who may be writing where checkpoints are."""
+    """Who else may be writing where checkpoints are."""
     holder = None if source.run_dir is None else holder_of(source.run_dir)
-    return None if holder is None or holder.state == "gone" else holder
+    return None if holder is None or holder.state == "gone" or is_own(holder) else holder
 
 
 def _read_alike(folder: Path, group: dist.ProcessGroup | None) -> tuple[Manifest | None, str | None]:

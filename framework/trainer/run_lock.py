@@ -144,6 +144,11 @@ def holder_of(folder: Path) -> Holder | None:
         os.close(file)
 
 
+def is_own(holder: Holder | None) -> bool:
+    """Whether `holder` is this process or, of a rank that a launcher has forked, the launcher."""
+    return holder in (Holder.of(os.getpid()), Holder.of(os.getppid()))
+
+
 def _refusal(path: Path, holder: Holder | None, *, is_held: bool) -> str:
     if holder is None:
         return (

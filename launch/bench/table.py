@@ -5,6 +5,7 @@ from __future__ import annotations
 from counterflow.launch.bench import (
     compression,
     deepspeed,
+    faults,
     memory,
     optimizer,
     overlap,
@@ -16,5 +17,5 @@ from counterflow.launch.bench.bench import Bench
 
 BENCHES: dict[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (schedules, p2p, overlap, optimizer, compression, deepspeed, memory, zero)
+    for module in (schedules, p2p, overlap, optimizer, compression, deepspeed, memory, zero, faults)
 }

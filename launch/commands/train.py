@@ -31,10 +31,13 @@ _HELP = Help(
     compression.weights=int8  gathers of weights: none, int8, int4, fp8
     comm.pipeline_payload=fp8  between stages: compute (as they are), bf16, fp8
     logger=jsonl  none, jsonl, wandb (offline) or tensorboard
-    checkpoint.resume=runs/...  go on from a run's last checkpoint""",
+    checkpoint.resume=runs/...  go on from a run's last checkpoint; auto: from that in --out, if any
+    launcher.max_restarts=3  start local ranks again after one was lost""",
     examples="""
         counterflow train  the main job
         counterflow train parallel.pipeline_parallel_size=4 parallel.data_parallel_size=1  four stages of two ranks
+        counterflow train checkpoint.resume=auto checkpoint.interval_steps=20 --out runs/mine  \
+begins, and goes on when it is started again
         counterflow train --multirun schedule=gpipe,1f1b,dualpipe training.num_steps=20  three runs and a table
         torchrun --nnodes=2 --nproc-per-node=8 ... -m counterflow train parallel.data_parallel_size=4  \
 join torchrun's ranks: 2 x 2 x 4""",
@@ -52,6 +55,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     Raises RunFailedError, RunInterruptedError: see `counterflow.launch.ranks.elastic.run_local`.
     """
     from counterflow.framework.checks.rules import check, warnings_of
+    from counterflow.launch.continuing import AUTO, finished, goes_on_in, with_restarts
     from counterflow.launch.joining import join
     from counterflow.launch.preflight import check_environment, refuse_restart
     from counterflow.launch.printing import say
@@ -60,8 +64,18 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
 
     started_at = time.time()
     joined = joined_rank(os.environ)
-    refuse_restart(config, options.out, joined)
+    is_continued = config.checkpoint.resume == AUTO
+    if not is_continued:
+        refuse_restart(config, options.out, joined)
     check(config)
+    config = goes_on_in(config, options.out)
+    if is_continued:
+        folder = options.out
+        assert folder is not None
+        options = options._replace(may_go_on=True)
+        if (done := finished(config, folder)) is not None:
+            say(f"{short_path(folder.resolve())} has done its {config.training.num_steps} steps")
+            return done if joined is None or joined.rank == 0 else None
     if joined is None or joined.rank == 0:
         for sentence in warnings_of(config):
             say(f"warning: {sentence}")
@@ -80,16 +94,20 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
         from counterflow.framework.trainer.loop import run_rank
 
         _import_what_ends_a_run(config)
-        results = run_local(
-            run_rank,
-            (config, context),
-            num_ranks=num_ranks,
-            run_dir=context.run_dir,
-            hidden=context.hidden,
-            threads_per_rank=config.launcher.threads_per_rank,
-            grace_s=config.launcher.grace_s,
-        )
-        return summary(results[0], context)
+
+        def start(config: TrainConfig) -> dict[str, Any]:
+            return run_local(
+                run_rank,
+                (config, context),
+                num_ranks=num_ranks,
+                run_dir=context.run_dir,
+                hidden=context.hidden,
+                threads_per_rank=config.launcher.threads_per_rank,
+                grace_s=config.launcher.grace_s,
+            )[0]
+
+        result, restarts = with_restarts(config, context.run_dir, start, say=say)
+        return summary(result, context) | {"num_restarts": len(restarts)}
 
 
 def _within_memory(

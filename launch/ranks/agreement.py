@@ -121,13 +121,13 @@ def open_store(joined: JoinedRank, timeout_s: float) -> Any:
 
     Raises RunFailedError: where it cannot be served or reached.
     """
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = joined.rank == 0 and not is_served
     try:
         # Shared with torch's own in this process (multi_tenant); who does not come is named by `Council.hear`.
-        return TCPStore(
+        store = TCPStore(
             joined.master_addr,
             joined.master_port,
             is_master=is_master,
@@ -135,6 +135,8 @@ def open_store(joined: JoinedRank, timeout_s: float) -> Any:
             wait_for_workers=False,
             multi_tenant=True,
         )
+        # Torchrun's own outlives the ranks that it starts again, and what they said in it.
+        return PrefixStore(f"round-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     except (RuntimeError, ValueError) as error:
         what = "no port can be opened there; is another job using it, or another RANK=0 running?"
         if not is_master:
