@@ -29,9 +29,12 @@ _PRELOADED = (
     "counterflow.framework.checks.parity",
     "counterflow.framework.checks.profile",
     "counterflow.framework.trainer.loop",
+    "torch._dynamo",  # by the first step of an optimizer, in every rank, and by a dry run
     "torch.distributed.launcher.api",
     "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
+    "tests.warm",
 )
 
 
