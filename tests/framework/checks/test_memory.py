@@ -65,7 +65,9 @@ def test_experts_are_shared_out(ranks: RankPool, tiny_data: PreparedData, tmp_pa
     found: dict[int, list[RankMemory]] = {}
     two_layers = merged(MIXTURES["deepseek_v3"], {"num_layers": 2})
     for ep in (1, 2, 4):
-        config = tiny_config(dp=4, zero=zero, parallel={"expert_parallel_size": ep}, model=two_layers)
+        config = tiny_config(
+            dp=4, zero=zero, num_microbatches=1, parallel={"expert_parallel_size": ep}, model=two_layers
+        )
         found[ep] = ranks.run(measure, 4, config, run_context(tiny_data, tmp_path), torch.device("cpu"))
     # Three matrices of 12 x 32 for each of eight experts in one layer and an MTP module; with the gradients and
     # Adam's two moments 16 bytes an element.
