@@ -52,19 +52,19 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
 ) -> None:
     config = tiny_config(
         **layout,
-        training={"num_steps": 6},
+        training={"num_steps": 4},
         precision={"compute": precision},
-        checkpoint={"enabled": True, "interval_steps": 3},
+        checkpoint={"enabled": True, "interval_steps": 2},
     )
     world_size = config.parallel.world_size
     run = run_context(tiny_data, tmp_path / "undisturbed")
     losses, norms = ranks.run(losses_and_norms, world_size, config, run, None)[0]
     stopped = run_context(tiny_data, tmp_path / "stopped")
-    before = ranks.run(losses_and_norms, world_size, config, stopped, 4)[0]
-    assert before[0] == losses[:4]
+    before = ranks.run(losses_and_norms, world_size, config, stopped, 3)[0]
+    assert before[0] == losses[:3]
     resumed = replace(config, checkpoint=replace(config.checkpoint, resume=str(stopped.run_dir)))
     after = ranks.run(losses_and_norms, world_size, resumed, stopped, None)[0]
-    assert after == (losses[3:], norms[3:])
+    assert after == (losses[2:], norms[2:])
 
 
 def test_a_checkpoint_goes_on_in_another_layout(
