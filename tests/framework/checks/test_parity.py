@@ -102,14 +102,7 @@ def test_layout_trains_like_one_process(
 MORE_SCHEDULES = ("interleaved_1f1b", "zb1p", "zb_h2", "zbv", "v_half", "v_min", "dualpipe_v")
 
 
-# These differ from another in the order of the same actions only; the cover of compositions trains each with both.
-ORDERS = ("zb_h2", "v_half", "v_min")
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(name, marks=pytest.mark.slow if name in ORDERS else []) for name in MORE_SCHEDULES],
-)
+@pytest.mark.parametrize("schedule", MORE_SCHEDULES)
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_every_schedule_composes_with_tensor_parallelism_and_zero(
     references: References, tmp_path: Path, schedule: str, zero: int
