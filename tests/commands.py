@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +30,12 @@ _PRELOADED = (
     "counterflow.framework.checks.parity",
     "counterflow.framework.checks.profile",
     "counterflow.framework.trainer.loop",
+    "torch._dynamo",  # by the first step of an optimizer, in every rank, and by a dry run
     "torch.distributed.launcher.api",
     "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
+    "tests.warm",
 )
 
 
@@ -124,6 +128,13 @@ class Started:
         self.stdout.close()
         self.stderr.close()
         self._folder.cleanup()
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @cache

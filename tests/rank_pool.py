@@ -32,6 +32,7 @@ _PROJECT = (
     "counterflow.framework.checks.memory",
     "counterflow.launch.preflight",
     "counterflow.launch.joining",
+    "torch._dynamo",  # by the first step of an optimizer and by a dry run
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,25 @@ def test_overrides_reach_groups_and_values() -> None:
     assert config.data.sources == ("/a b", "/c")
 
 
-@pytest.mark.parametrize("group", sorted(find_choices().groups))
-def test_every_choice_composes(group: str) -> None:
-    for name in find_choices().groups[group]:
-        extra = ["tokenizer.path=tokenizer.json"] if name == "file" else []
-        compose_config([f"{group}={name}", *extra])
+def choices_together() -> list[list[str]]:
+    """The first choice of every group, then the second of each that has one, and so on; an experiment by itself."""
+    groups = dict(find_choices().groups)
+    alone = [[f"experiment={name}"] for name in groups.pop("experiment")]
+    files = {"file": ["tokenizer.path=tokenizer.json"]}
+    return alone + [
+        [
+            word
+            for group, name in zip(groups, names, strict=True)
+            if name
+            for word in (f"{group}={name}", *files.get(name, []))
+        ]
+        for names in zip_longest(*groups.values())
+    ]
+
+
+@pytest.mark.parametrize("overrides", choices_together(), ids=" ".join)
+def test_every_choice_composes(overrides: list[str]) -> None:
+    compose_config(overrides)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import train_step
 from counterflow.parallel.memory_parts import memory_of
 from tests.rank_pool import RankPool
-from tests.tiny import MIXTURES, merged, run_context, tiny_config
+from tests.tiny import MIXTURES, merged, run_context, tiny_config, with_few_layers
 
 # Large enough for tensors to outweigh what is rounded up.
 SIZE: dict[str, Any] = {
-    "model": {"hidden_size": 64, "intermediate_size": 160, "num_layers": 4},
+    "model": {"hidden_size": 64, "intermediate_size": 160},
     "data": {"seq_length": 64, "micro_batch_size": 2},
 }
 SLOW = pytest.mark.slow
@@ -49,7 +49,7 @@ QUICK = ("dp4 zero3 microbatch", "pp2 dp2 dualpipe zero3", "experts dp2 ep2 zero
 
 
 def config_of(layout: Mapping[str, Any]) -> TrainConfig:
-    return tiny_config(**merged(SIZE, layout))
+    return tiny_config(**with_few_layers(merged(SIZE, layout)))
 
 
 def peak_of(config: TrainConfig, run: RunContext) -> Peak:
@@ -110,6 +110,8 @@ def test_storage_that_is_freed_is_not_counted() -> None:
 
 
 def test_offloading_is_not_predicted() -> None:
-    config = config_of({"pp": 2, "offload": {"policy": "schedule", "budget_share": 0.7}})
+    config = config_of(
+        {"pp": 2, "model": {"num_layers": 4}, "offload": {"policy": "schedule", "budget_share": 0.7}}
+    )
     with pytest.raises(ValueError, match=r"offload.policy=schedule: .* measure it"):
         dry_run(config)

@@ -37,26 +37,34 @@ def losses_and_norms(
     return [record.loss for record in records], [record.grad_norm for record in records]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        # What bf16 adds to a checkpoint, masters beside parameters, is sharded most in the first layout.
+        pytest.param(layout, precision, marks=pytest.mark.slow if precision == "bf16" and at else [])
+        for at, layout in enumerate(LAYOUTS)
+        for precision in ("fp32", "bf16")
+    ],
+    ids=str,
+)
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     ranks: RankPool, tiny_data: PreparedData, tmp_path: Path, layout: dict[str, Any], precision: str
 ) -> None:
     config = tiny_config(
         **layout,
-        training={"num_steps": 6},
+        training={"num_steps": 4},
         precision={"compute": precision},
-        checkpoint={"enabled": True, "interval_steps": 3},
+        checkpoint={"enabled": True, "interval_steps": 2},
     )
     world_size = config.parallel.world_size
     run = run_context(tiny_data, tmp_path / "undisturbed")
     losses, norms = ranks.run(losses_and_norms, world_size, config, run, None)[0]
     stopped = run_context(tiny_data, tmp_path / "stopped")
-    before = ranks.run(losses_and_norms, world_size, config, stopped, 4)[0]
-    assert before[0] == losses[:4]
+    before = ranks.run(losses_and_norms, world_size, config, stopped, 3)[0]
+    assert before[0] == losses[:3]
     resumed = replace(config, checkpoint=replace(config.checkpoint, resume=str(stopped.run_dir)))
     after = ranks.run(losses_and_norms, world_size, resumed, stopped, None)[0]
-    assert after == (losses[3:], norms[3:])
+    assert after == (losses[2:], norms[2:])
 
 
 def test_a_checkpoint_goes_on_in_another_layout(

@@ -17,6 +17,7 @@ from counterflow.launch.runs import layout_text
 from tests.commands import run_command
 
 _TINY = [
+    "model.num_layers=2",
     "model.hidden_size=32",
     "model.intermediate_size=48",
     "parallel.tensor_parallel_size=1",
@@ -30,7 +31,12 @@ _TINY = [
 
 
 def _json(command: str, tmp_path: Path, *words: str) -> Any:
-    overrides = [*_TINY, f"data.cache_dir={tmp_path / 'cache'}", f"launcher.runs_dir={tmp_path / 'runs'}"]
+    # The folder of this session's test folders: tests with the same text have it prepared once.
+    overrides = [
+        *_TINY,
+        f"data.cache_dir={tmp_path.parent / 'cache'}",
+        f"launcher.runs_dir={tmp_path / 'runs'}",
+    ]
     done = run_command([command, "--json", *words, *overrides], tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()

@@ -22,7 +22,7 @@ from counterflow.launch.cli import main
 from counterflow.launch.compose import compose_config
 from counterflow.launch.ranks.rounds import agent_of, keep_agents
 from counterflow.launch.runs import make_run_dir
-from tests.commands import Started, run_command
+from tests.commands import Started, free_port, run_command
 
 _ROOT = Path(__file__).parents[3]
 _TINY = [
@@ -170,15 +170,9 @@ def test_the_folder_of_a_run_that_died_at_its_start_is_taken_over(
     assert f"goes on in another one with checkpoint.resume={tmp_path}" in capfd.readouterr().err
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _environments(started_by: str, num_ranks: int) -> list[dict[str, str]]:
     """What torchrun or srun says to each rank."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if started_by == "srun":
         step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(num_ranks)}
         return [

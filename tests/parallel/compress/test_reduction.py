@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,21 @@ from tests.rank_pool import RankPool
 SHAPES = ((40, 24), (24,), (3, 30, 20), (24, 40), (2, 2))
 NUM_ELEMENTS = sum(math.prod(shape) for shape in SHAPES) + 4
 METHODS = ("onebit", "int8", "int4", "fp8", "topk", "powersgd")
+
+
+def grid(methods: Sequence[str]) -> list[Any]:
+    """method, is_everywhere, world_size: of each method two that show all pairs of values; the others are slow."""
+    return [
+        pytest.param(
+            method,
+            is_everywhere,
+            world_size,
+            marks=[] if (index + is_everywhere + world_size // 2) % 2 else pytest.mark.slow,
+        )
+        for index, method in enumerate(methods)
+        for is_everywhere in (True, False)
+        for world_size in (2, 4)
+    ]
 
 
 def gradient(rank: int, step: int) -> Tensor:
@@ -72,9 +88,7 @@ def whole(replies: list[dict[str, Any]], is_everywhere: bool, step: int) -> Tens
     return parts[0]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("is_everywhere", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "is_everywhere", "world_size"), grid(METHODS))
 def test_nothing_is_lost(ranks: RankPool, method: str, is_everywhere: bool, world_size: int) -> None:
     """What came out and what all ranks still keep is, together, what went in."""
     config = CompressionConfig(method=method, block_size=32, density=0.1)  # type: ignore[arg-type]
@@ -96,12 +110,14 @@ def test_nothing_is_lost(ranks: RankPool, method: str, is_everywhere: bool, worl
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("is_everywhere", [True, False])
-@pytest.mark.parametrize(("method", "limit"), [("int8", 127), ("int4", 7), ("fp8", 0)])
+LIMITS = {"int8": 127, "int4": 7, "fp8": 0}
+
+
+@pytest.mark.parametrize(("method", "is_everywhere", "world_size"), grid(list(LIMITS)))
 def test_one_sum_is_within_the_bound(
-    ranks: RankPool, method: str, limit: int, is_everywhere: bool, world_size: int
+    ranks: RankPool, method: str, is_everywhere: bool, world_size: int
 ) -> None:
+    limit = LIMITS[method]
     config = CompressionConfig(method=method, block_size=32)  # type: ignore[arg-type]
     replies = ranks.run(sums, world_size, config, is_everywhere, 1)
     got, expected = whole(replies, is_everywhere, 0).double(), total(world_size, 0)

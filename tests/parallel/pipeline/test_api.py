@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from counterflow.parallel.pipeline.api import build_pipeline
 from counterflow.parallel.pipeline.ir.action import Action, Schedule
 from counterflow.parallel.pipeline.schedules.registry import generate
+from tests.commands import Started, free_port
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]
@@ -141,21 +140,25 @@ def test_an_error_says_in_which_action(ranks: RankPool) -> None:
         ranks.run(step_that_fails, 2)
 
 
+def own_loop() -> int:
+    runpy.run_path(str(ROOT / "docs" / "examples" / "own_loop.py"), run_name="__main__")
+    return 0
+
+
 def test_example_of_an_own_loop() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "4",
-        "docs/examples/own_loop.py",
+    """As a script on each of four ranks, in the environment that torchrun gives them."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    programs = [
+        Started(own_loop, [], environment={**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(4)
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    try:
+        ends = [program.finish() for program in programs]
+    finally:
+        for program in programs:
+            program.close()
+    assert [code for code, _, _ in ends] == [0] * 4, ends
+    losses = [float(line.split()[-1]) for line in ends[0][1].splitlines() if line.startswith("step")]
     assert losses[-1] < 0.8 * losses[0]
 
 
