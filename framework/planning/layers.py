@@ -72,7 +72,7 @@ class LayerModel:
     def linear(self, inputs: int, outputs: int, *, tokens: int | None = None) -> Times:
         """A product of `tokens` rows with a weight of this rank, and its two gradients."""
         rows, fp8 = self.layout.tokens if tokens is None else tokens, self.layout.fp8
-        return Times(
+        return self._rounded(rows * inputs, rows * outputs) + Times(
             forward=self.kernels.gemm(rows, inputs, outputs, FORWARD, fp8=fp8),
             input_gradient=self.kernels.gemm(rows, outputs, inputs, INPUT_GRADIENT, fp8=fp8),
             weight_gradient=self.kernels.gemm(outputs, rows, inputs, WEIGHT_GRADIENT, fp8=fp8),
@@ -80,10 +80,11 @@ class LayerModel:
 
     def moved(self, elements: float, forward: float, backward: float, kernels: int = 1) -> Times:
         """Elements read and written with so many bytes each, forward and backward."""
-        return Times(
-            forward=self.kernels.moved(elements * forward, num_kernels=kernels),
-            input_gradient=self.kernels.moved(elements * backward, num_kernels=kernels),
+        once, again = (
+            self.kernels.moved(elements * each, num_kernels=kernels) if each else 0.0
+            for each in (forward, backward)
         )
+        return Times(forward=once, input_gradient=again)
 
     def norm(self, elements: float | None = None) -> Times:
         found = self.moved(self.local_elements if elements is None else elements, 4, 8)
@@ -220,11 +221,18 @@ class LayerModel:
 
     def grouped_linear(self, groups: int, rows: int, inputs: int, outputs: int) -> Times:
         product, fp8 = self.kernels.grouped_gemm, self.layout.fp8
-        return Times(
+        return self._rounded(groups * rows * inputs, groups * rows * outputs) + Times(
             forward=product(groups, rows, inputs, outputs, FORWARD, fp8=fp8),
             input_gradient=product(groups, rows, outputs, inputs, INPUT_GRADIENT, fp8=fp8),
             weight_gradient=product(groups, rows, inputs, outputs, WEIGHT_GRADIENT, fp8=fp8),
         )
+
+    def _rounded(self, inputs: float, outputs: float) -> Times:
+        """Operands rounded to fp8 in blocks: inputs for the forward, and along the other side for the weight gradient,
+        the output's gradient both ways; 2 bytes are read and 1 is written."""
+        if not self.layout.fp8:
+            return Times()
+        return self.moved(inputs, 3, 3) + self.moved(outputs, 0, 6)
 
     def _permuted(self, elements: float) -> Times:
         return Times(

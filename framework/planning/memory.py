@@ -53,6 +53,8 @@ def layer_bytes(model: ModelConfig, layout: Layout, layer: int) -> float:
         )
         if layout.recompute == "norms":
             found -= _repeated_bytes(model, layout)
+        if layout.fp8 and layout.recompute != "full" and model.is_moe_layer(layer):
+            found -= _rounded_bytes(model, layout)
         return found
     if layout.recompute == "full":
         return BF16 * tokens * hidden
@@ -73,6 +75,16 @@ def _repeated_bytes(model: ModelConfig, layout: Layout) -> float:
     return found / (layout.tensor if layout.sequence_parallel else 1)
 
 
+def _rounded_bytes(model: ModelConfig, layout: Layout) -> float:
+    """What experts keep less in fp8: their inputs and those of SwiGLU in one byte, and its result not at all
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.3)."""
+    local = layout.tokens // (layout.tensor if layout.sequence_parallel else 1)
+    routed = local * model.moe.num_experts_per_token
+    return routed * (
+        model.hidden_size + 2 * model.expert_intermediate_size + BF16 * model.expert_intermediate_size
+    )
+
+
 def stage_bytes(model: ModelConfig, layout: Layout, layers: range, *, first: bool, last: bool) -> float:
     """What a micro-batch keeps of a stage."""
     found = sum(layer_bytes(model, layout, layer) for layer in layers)
@@ -87,8 +99,8 @@ def stage_bytes(model: ModelConfig, layout: Layout, layers: range, *, first: boo
 
 
 def _logit_bytes(layout: Layout) -> float:
-    """Logits, in fp32 where the loss is not fused."""
-    return layout.tokens * layout.padded_vocab / layout.tensor * (BF16 if layout.fused else 4)
+    """Logits in fp32; a fused or chunked loss keeps none."""
+    return 0.0 if layout.fused else 4 * layout.tokens * layout.padded_vocab / layout.tensor
 
 
 def rank_memories(

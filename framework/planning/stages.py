@@ -119,6 +119,17 @@ def recomputed(times: Times, layout: Layout) -> float:
     return times.norms if layout.recompute == "norms" else 0.0
 
 
+def _hidden_in_pair(times: Times, again: float) -> float:
+    """Of a forward and a backward, what their pair saves: each one's exchange travels under the other's computation,
+    which meanwhile has the processors that are left."""
+    exchange = times.forward_expert + times.backward_expert
+    if not exchange:
+        return 0.0
+    computation = times.forward + times.input_gradient + times.weight_gradient + again
+    pair = max(computation / (1 - COMMUNICATION_SHARE), exchange)
+    return max(0.0, computation + exchange - pair)
+
+
 def _costs(layout: Layout, times: list[Times], hidden_size: int, links: Links) -> Costs:
     forward = tuple(each.forward + each.forward_tensor + each.forward_expert for each in times)
     backward = tuple(
@@ -126,10 +137,7 @@ def _costs(layout: Layout, times: list[Times], hidden_size: int, links: Links) -
         for each in times
     )
     weights = tuple(each.weight_gradient for each in times)
-    hidden = sum(min(each.forward_expert, each.input_gradient) for each in times)
-    hidden += sum(min(each.backward_expert, each.forward + each.weight_gradient) for each in times)
-    # The exchange occupies some processors meanwhile, in the measure of the time that it takes.
-    hidden *= 1 - COMMUNICATION_SHARE
+    hidden = sum(_hidden_in_pair(each, recomputed(each, layout)) for each in times)
     shorter = sum(min(one, two + three) for one, two, three in zip(forward, backward, weights, strict=True))
     cluster = links.cluster
     size = layout.tokens * hidden_size * BF16

@@ -33,8 +33,8 @@ class StepEstimate:
 
     pipeline_s: makespan of the schedule, or its longest span. reduction_s, gather_s: of the data axis, exposed.
     optimizer_s: of the rank with the most parameters. bubble_makespan, bubble_span: see `Simulation`. tokens_per_s:
-    of all devices together. model_flops: of a step, attention counted whole; `mfu` with attention's causal half is
-    `mfu_causal`.
+    of all devices together. model_flops: of a step, attention counted whole and MTP modules not; `mfu` with
+    attention's causal half is `mfu_causal`.
     """
 
     seconds: float
@@ -119,7 +119,7 @@ def simulate_step(
     flops = {
         halved: model_cost(
             model, seq_length=layout.seq_length, vocab_size=layout.vocab_size, causal_halved=halved
-        ).training_flops_per_token
+        ).without_mtp.training_flops_per_token
         * layout.step_tokens
         for halved in (False, True)
     }

@@ -1,7 +1,7 @@
 """vTrain's measured iterations (arXiv 2312.12391): Megatron-DeepSpeed on A100 nodes, full recomputation.
 
-Small models of the single-node table are bound by launches of kernels. Tensor groups of more than a node's 8 devices are
-shown apart: their all-reduce crosses nodes in ways that the source does not describe.
+Small models of the single-node table are bound by launches of kernels. Tensor groups of more than a node's 8 devices
+are shown apart: their all-reduce crosses nodes in ways that the source does not describe.
 """
 
 from __future__ import annotations
