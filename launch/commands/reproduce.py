@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from counterflow.launch.command import Command, Help, LaunchOptions, UsageError
+from counterflow.launch.command import Command, Help, LaunchOptions, Option, UsageError
 from counterflow.launch.printing import new_table, print_lines
 
 if TYPE_CHECKING:
@@ -47,13 +47,20 @@ def run(table: str, options: LaunchOptions) -> dict[str, Any]:
     from counterflow.framework.planning.tables.registry import tables_named
     from counterflow.framework.planning.tables.table import reproduce
 
-    console = Console()
+    as_markdown = bool(options.own["markdown"])
+    console = Console(quiet=as_markdown)
     done: list[Reproduced] = []
     for each in tables_named(table):
         done.append(reproduce(each))
         _print_rows(console, done[-1])
     if len(done) > 1:
         _print_summary(console, done)
+    if as_markdown:
+        from datetime import date
+
+        from counterflow.framework.planning.tables.markdown import markdown
+
+        print(markdown(done, date.today().isoformat()), end="")
     return {"tables": [as_record(each) for each in done]}
 
 
@@ -139,5 +146,6 @@ COMMAND = Command(
     help=_HELP,
     read=read,
     run=run,
+    options=(Option("--markdown", "reproduce: print the tables as Markdown, as docs/tables.md has them"),),
     takes_out=False,
 )
