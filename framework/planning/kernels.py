@@ -34,7 +34,7 @@ class Efficiencies:
 
     gemm, fp8_gemm: of the peak, by a large product. attention: of the peak, by a fused attention. memory: of the
     bandwidth. intra, inter: of the links within and between nodes. launch_s: the least time from one kernel to the
-    next.
+    next on the device. host_s: what the host takes to launch one; 0: it is never behind.
     """
 
     gemm: float
@@ -44,6 +44,7 @@ class Efficiencies:
     intra: float = 0.8
     inter: float = 0.8
     launch_s: float = 5e-6
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("gemm", "memory", "attention", "fp8_gemm", "intra", "inter"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterflow.framework.planning.cluster import Cluster
 from counterflow.framework.planning.kernels import BF16, Efficiencies, Kernels, ModelledKernels, efficiencies
@@ -13,12 +13,16 @@ from counterflow.framework.planning.measured import measured_kernels
 from counterflow.models.config import ModelConfig
 from counterflow.models.cost import stage_parameters
 from counterflow.parallel.pipeline.analysis.cost_profile import Link
-from counterflow.parallel.pipeline.analysis.costs import Costs
+from counterflow.parallel.pipeline.analysis.costs import Costs, at
 from counterflow.parallel.pipeline.ir.action import Schedule
 
 # Of a device's processors, those that DeepSeek-V3 gives to the exchange of tokens while it computes: 20 of 132
 # (arXiv 2412.19437, section 3.2.2).
 COMMUNICATION_SHARE = 20 / 132
+# Of a forward of an unfused layer: four products and two of attention, seven times adding a bias or transposing, two
+# norms, softmax, three dropouts, GELU, two residuals, and what slices, views made whole and checkpoints add. A
+# backward has twice as many, of them a quarter for weights.
+KERNELS_PER_LAYER = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,9 @@ def stages_of(
                 joined = build.linear(2 * model.hidden_size, model.hidden_size)
                 found += build.layer(model.num_layers - 1) + head + joined
         times.append(found)
+    costs = _costs(layout, times, model.hidden_size, links)
+    if links.share.host_s:
+        costs = _launched(costs, layout, [len(its) for its in layers], links.share.host_s)
     return Stages(
         times=tuple(times),
         layers=layers,
@@ -106,7 +113,7 @@ def stages_of(
             _parameters(model, layout, its, first=index == 0, last=index == last)
             for index, its in enumerate(layers)
         ),
-        costs=_costs(layout, times, model.hidden_size, links),
+        costs=costs,
     )
 
 
@@ -159,6 +166,30 @@ def _costs(layout: Layout, times: list[Times], hidden_size: int, links: Links) -
         message_bytes=size / share,
         ranks_per_node=same_node_stages,
         between_nodes=between,
+    )
+
+
+def _launched(costs: Costs, layout: Layout, num_layers: list[int], host_s: float) -> Costs:
+    """No action ends before the host has launched its kernels: small layers wait for it."""
+    floors = [count * KERNELS_PER_LAYER * host_s for count in num_layers]
+
+    def at_least(name: str, times: float) -> tuple[float, ...]:
+        return tuple(
+            max(at(getattr(costs, name), stage), times * floor) if at(getattr(costs, name), stage) else 0.0
+            for stage, floor in enumerate(floors)
+        )
+
+    weights = at_least("weight_gradient", 0.5)
+    gradients = tuple(
+        max(at(costs.input_gradient, stage), 2 * floor - weight)
+        for stage, (floor, weight) in enumerate(zip(floors, weights, strict=True))
+    )
+    return replace(
+        costs,
+        forward=at_least("forward", 1.0),
+        recompute=at_least("recompute", 1.0) if layout.recompute == "full" else costs.recompute,
+        input_gradient=gradients,
+        weight_gradient=weights,
     )
 
 

@@ -8,10 +8,11 @@ from counterflow.framework.planning.tables.table import Reproduced
 
 _HEAD = """# Published tables
 
-Predicted beside published, by `counterflow reproduce table=all --markdown` on {date}. Step times come from the executed
-schedule, simulated with the times of stages; nothing predicted is read from a published figure. *Fitted* says whether a
-constant was fitted to a table: one was, the share of the peak that a large product reaches on A100, to PTD-P's Table 1.
-Errors are of absolute values, over rows that count.
+Predicted beside published, by `counterflow reproduce table=all --markdown` on {date}. Step times come from the
+executed schedule, simulated with the times of stages; nothing predicted is read from a published figure. *Fitted*
+says whether a constant was fitted to a table. Two were, both of A100: the share of the peak that a large product
+reaches, to PTD-P's Table 1, and what the host takes to launch a kernel, to vTrain's rows of two devices. Errors are
+of absolute values, over rows that count.
 
 ```console
 counterflow reproduce table=ptdp_table1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from counterflow.framework.planning.cluster import cluster_names, load_cluster
 from counterflow.framework.planning.kernels import Efficiencies, ModelledKernels, efficiencies
+from counterflow.framework.planning.layout import Layout
 from counterflow.framework.planning.links import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Group, Links
 from counterflow.framework.planning.measured import measured_kernels, surface
+from counterflow.framework.planning.step import estimate_step
+from counterflow.models.config import ModelConfig
 
 A100 = load_cluster("a100")
 IDEAL = Efficiencies(gemm=1.0, memory=1.0, attention=1.0, intra=1.0, inter=1.0, launch_s=1e-6)
@@ -104,3 +109,11 @@ def test_an_efficiency_above_one_is_refused() -> None:
     with pytest.raises(ValueError, match="share of a peak"):
         Efficiencies(gemm=1.2)
     assert 0.6 < efficiencies("a100").gemm < 0.85
+
+
+def test_small_layers_wait_for_the_host() -> None:
+    model = ModelConfig(vocab_size=1024, hidden_size=128, intermediate_size=512, num_layers=4)
+    layout = Layout(seq_length=128, vocab_size=1024, num_microbatches=1, recompute="full")
+    step = estimate_step(model, layout, A100, replace(IDEAL, host_s=1e-5))
+    # 4 layers: 30 kernels forward, as many again, and 60 backward.
+    assert step.pipeline_s == pytest.approx(4 * 120 * 1e-5)
