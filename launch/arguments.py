@@ -138,7 +138,15 @@ def parse(argv: Sequence[str]) -> Arguments:
         if each not in own_names:
             raise UsageError(f"{each}: no option of {name}; `counterflow {name} --help` shows its own")
     own = {option.dest: values.pop(option.dest, None) for option in command.options}
-    return Arguments(command=name, words=tuple(words), own=own, **values)
+    own |= dict.fromkeys(command.own_keys)
+    kept: list[str] = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in command.own_keys:
+            own[key] = value
+        else:
+            kept.append(word)
+    return Arguments(command=name, words=tuple(kept), own=own, **values)
 
 
 def program_help() -> str:

@@ -101,6 +101,7 @@ class Command(NamedTuple):
         prints it.
     check: refuses a config before the first run of a sweep. columns: dotted names of the result that the table of a
         sweep shows. options: those that no other command has. takes_out: whether there is --out.
+    own_keys: of words KEY=VALUE that are the command's and not the config's.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Command(NamedTuple):
     check: Callable[[TrainConfig], None] = check_layout
     columns: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
+    own_keys: tuple[str, ...] = ()
     takes_out: bool = True
 
     def help_on(self, words: Sequence[str] = ()) -> Help:

@@ -31,6 +31,8 @@ from counterflow.parallel.pipeline.schedules.registry import all_schedules
 
 _CONF = "counterflow.conf"
 _ROOT = "train"
+# A folder of `conf` that is no group of a run's config: what `counterflow plan cluster=` chooses from.
+_NO_GROUP = "cluster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ def find_choices(config_dir: Path | None = None) -> Choices:
     roots = [Path(folder) for folder in conf.__path__] + ([config_dir] if config_dir else [])
     for root in roots:
         for path in root.glob("*/*.yaml"):
+            if path.parent.name == _NO_GROUP:
+                continue
             options.setdefault(path.parent.name, set()).add(path.stem)
     return Choices(groups={group: tuple(sorted(names)) for group, names in sorted(options.items())})
 

@@ -1,6 +1,9 @@
-"""plan --model-only: parameters, those that a token passes, and training FLOPs per token of a shape, with
-what each layer has of them, as formulas say: nothing is built, so the largest shapes answer at once.
-Sequences have model.max_seq_length tokens. Searching a layout for a cluster is not there yet.
+"""Searches the layout of a training run on a cluster: tensor x pipeline x data x expert ranks, schedule,
+micro-batch and recomputation, ranked by the throughput of the simulated step, within memory. Starts no rank.
+Beside the config's keys: cluster=h800_2048, one of conf/cluster (_COUNT: another number of devices) or a file;
+tokens=14.8e12 of the whole run; global_batch=15360 sequences of a step, 8 for each device where it is left out.
+With --model-only: parameters, those that a token passes, and training FLOPs per token of a shape, with what each
+layer has of them. Nothing is built, so the largest shapes answer at once. Sequences have model.max_seq_length tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ _HELP = Help(
         model.vocab_size=32000  null takes the tokenizer's
         model.moe.num_experts_per_token=4  routed experts that a token goes to""",
     examples="""
+        counterflow plan model=deepseek_v3_671b cluster=h800_2048 tokens=14.8e12  the best layouts, hours and cost
         counterflow plan --model-only model=deepseek_v3_671b  671 B, 37 B active, 250 GFLOPs a token
         counterflow plan --model-only --json model=mixtral_8x7b  the same as JSON
         counterflow plan --model-only --multirun model=qwen3_235b_a22b,kimi_k2_1t  \
 a table; 'model=glob(*)' is every shape""",
     output="""
-        Nothing is written. --json: parameters, active_parameters, embedding_parameters,
+        Nothing is written. --json: layouts [{tensor, pipeline, data, expert, schedule, num_microbatches,
+        seconds, tokens_per_s, mfu, bubble, memory_bytes, gpu_hours, dollars, why, ...}], nearly [...], config (words
+        of `counterflow train` for the first), num_candidates, num_simulated.
+        With --model-only: parameters, active_parameters, embedding_parameters,
         training_flops_per_token, mtp, layers [{kind, first, count, attention, routed_experts, ...}].""",
 )
 # Rows of the table of layers: heading, and the field of the record.
@@ -46,10 +53,18 @@ _PARTS = (
 
 
 def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any]:
-    """`count_model`, printed. Raises UsageError: without --model-only."""
-    if not options.own["model_only"]:
-        raise UsageError("plan: layouts are not searched yet, only the model is counted; add --model-only")
+    """`count_model` or `plan_layouts`, printed. Raises UsageError: with neither a cluster nor --model-only."""
     from rich.console import Console
+
+    if not options.own["model_only"]:
+        if not options.own["cluster"]:
+            raise UsageError(
+                "plan: no cluster is named; add cluster=h800_2048 (one of conf/cluster) to search its layouts, or "
+                "add --model-only to count the model"
+            )
+        from counterflow.launch.planning import plan_layouts
+
+        return plan_layouts(config, options, console=Console(quiet=options.in_sweep))
 
     # A sweep ends in one table of all.
     return count_model(config, console=Console(quiet=options.in_sweep))
@@ -167,11 +182,12 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 
 COMMAND = Command(
     name="plan",
-    summary="count a model's parameters and FLOPs; starts no rank",
+    summary="search the fastest layout for a cluster, or count a model; starts no rank",
     help=_HELP,
     run=run,
     check=lambda config: None,
     columns=("parameters", "active_parameters", "training_flops_per_token", "mtp.parameters"),
     options=(Option("--model-only", "plan: count the model, search no layout"),),
+    own_keys=("cluster", "tokens", "global_batch"),
     takes_out=False,
 )

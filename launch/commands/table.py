@@ -10,6 +10,7 @@ from counterflow.launch.commands import (
     parity,
     plan,
     profile,
+    reproduce,
     simulate,
     timeline,
     train,
@@ -17,5 +18,5 @@ from counterflow.launch.commands import (
 
 COMMANDS: dict[str, Command] = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, simulate, plan, profile, parity, memory, timeline, balance, bench)
+    for module in (train, simulate, plan, reproduce, profile, parity, memory, timeline, balance, bench)
 }

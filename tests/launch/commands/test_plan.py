@@ -1,4 +1,4 @@
-"""`counterflow plan --model-only`: what it prints, as JSON, as one table of a sweep, and what it does not do."""
+"""`counterflow plan`: a model counted, as JSON and as one table of a sweep, layouts searched, and what is refused."""
 
 from __future__ import annotations
 
@@ -94,3 +94,28 @@ def test_layouts_are_not_planned_yet(capfd: pytest.CaptureFixture[str]) -> None:
 )
 def test_readable(count: float, text: str) -> None:
     assert readable(count) == text
+
+
+def test_layouts_of_a_cluster_as_json(capfd: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "model=llama3_8b",
+        "cluster=a100_16",
+        "tokens=1e12",
+        "global_batch=32",
+        "model.max_seq_length=4096",
+    ]
+    assert main(["plan", "--json", *words]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    first, *others = found["layouts"]
+    assert found["config"] == first["config"]
+    assert first["gpu_hours"] == pytest.approx(1e12 / first["tokens_per_s"] * 16 / 3600)
+    assert first["dollars"] == pytest.approx(2.0 * first["gpu_hours"])
+    assert all(other["seconds"] >= first["seconds"] for other in others)
+    assert first["why"] == "the fastest that fits"
+
+
+@pytest.mark.parametrize("word", ["tokens=-1", "tokens=many", "global_batch=1.5", "cluster=h900"])
+def test_a_mistake_in_what_is_planned_for_is_told(word: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama3_8b", "cluster=a100_16", word]
+    assert main(["plan", *words]) == 2
+    assert word.partition("=")[0] in capfd.readouterr().err
