@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from counterflow.models.partition import StageSlice, partition
 from counterflow.models.recompute import NOTHING, Parts, Plan
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import Axis
+from counterflow.parallel.groups import new_group
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost
 from counterflow.parallel.pipeline.runtime.stage import Stage
@@ -63,7 +64,7 @@ def measure(
 ) -> CostProfile | None:
     """The profile of the model cut into `num_stages`, on rank 0; every rank of the world calls this."""
     tensor_size, rank = config.parallel.tensor_parallel_size, dist.get_rank()
-    group = cast(dist.ProcessGroup, dist.new_group(list(range(tensor_size)))) if tensor_size > 1 else None
+    group = new_group(range(tensor_size), "tensor") if tensor_size > 1 else None
     slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     # I and B are measured with what they run again.
     plan = Workload(

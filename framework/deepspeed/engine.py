@@ -28,6 +28,7 @@ from counterflow.framework.optim.optimizer import ModelOptimizer, sum_of_squares
 from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.groups import new_groups
 from counterflow.parallel.mesh import Mesh
 from counterflow.parallel.parameters import initialize, place, placement_of
 from counterflow.parallel.pipeline.ir.trace import Recorder
@@ -67,7 +68,8 @@ def model_parallel_unit(mesh: Mesh) -> ModelParallelUnit:
     def group(found: dist.ProcessGroup | None) -> Any:
         if found is not None:
             return found
-        return dist.new_group([mesh.rank], use_local_synchronization=True, group_desc="alone")
+        # On every rank alike: where one is alone on an axis, all are.
+        return new_groups([[rank] for rank in range(dist.get_world_size())], "alone")
 
     return ModelParallelUnit(group(mesh.tensor), group(mesh.replica))
 

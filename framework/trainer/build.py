@@ -34,7 +34,8 @@ from counterflow.models.partition import partition
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.expert.exchange import CommunicationPoint, ExpertParallel
-from counterflow.parallel.mesh import Mesh, build_mesh
+from counterflow.parallel.groups import among_rows
+from counterflow.parallel.mesh import Mesh, build_mesh, pipelines_of
 from counterflow.parallel.ops.fp8 import why_no_fp8
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
@@ -198,7 +199,7 @@ def build_runtime(workload: Workload, model: BuiltModel, device: torch.device) -
         model.runtime_stages,
         model.schedule,
         group=model.mesh.pipeline,
-        reverse_group=model.mesh.pipeline_reverse,
+        make_group=among_rows(pipelines_of(model.mesh.config)),
         device=device,
         meter=model.axes.meter,
         reschedule=workload.schedule,

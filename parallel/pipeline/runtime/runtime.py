@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
+from counterflow.parallel.groups import MakeGroup
 from counterflow.parallel.offload.offloader import Offloader
 from counterflow.parallel.pipeline.analysis.passes import forward_only, passes_after, why_not_overlapped
 from counterflow.parallel.pipeline.analysis.verify import verify
@@ -65,8 +66,8 @@ class StepResult:
 class Runtime:
     """Executes a lowered schedule over this rank's stages.
 
-    stages: this rank's stages by index. group, reverse_group: the ranks of the pipeline, in order, for
-    messages to higher and to lower ranks; None: one process.
+    stages: this rank's stages by index. group: the ranks of the pipeline, in order; None: one process.
+    make_group: makes groups within the pipeline (`Transport.connect`); None: where ranks outside do not follow.
     reschedule: the lowered schedule for another number of micro-batches, for steps that have another.
     uniform_shapes: False where a stage's output shape depends on values; each activation then carries its
     shape, at the price of one more message.
@@ -87,7 +88,7 @@ class Runtime:
         schedule: Schedule,
         *,
         group: dist.ProcessGroup | None = None,
-        reverse_group: dist.ProcessGroup | None = None,
+        make_group: MakeGroup | None = None,
         device: torch.device | None = None,
         meter: ByteMeter | None = None,
         reschedule: Callable[[int], Schedule] | None = None,
@@ -101,7 +102,6 @@ class Runtime:
         self.device = device or torch.device("cpu")
         self.transport = Transport(
             group,
-            reverse_group or group,
             device=self.device,
             meter=meter,
             chunk_bytes=p2p_chunk_bytes,
@@ -147,7 +147,7 @@ class Runtime:
             offloader=offloader,
             recorder=Recorder(self.device),
         )
-        self.transport.connect(schedule)
+        self.transport.connect(schedule, make_group)
 
     def schedule_for(self, num_microbatches: int | None) -> Schedule:
         """The schedule of a step with so many micro-batches (None: as built), made and verified once for each.
