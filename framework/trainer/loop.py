@@ -31,7 +31,7 @@ from counterflow.framework.metrics.status import Status
 from counterflow.framework.metrics.timeline import Timeline
 from counterflow.framework.metrics.timeline_render import write_files
 from counterflow.framework.trainer import checkpointing as run_checkpoint
-from counterflow.framework.trainer import rebalance
+from counterflow.framework.trainer import rebalance, rehearsal
 from counterflow.framework.trainer.assembly import Assembly
 from counterflow.framework.trainer.build import build, start_process_group
 from counterflow.framework.trainer.collector import frozen_objects
@@ -153,6 +153,8 @@ def _run(
     seed_everything(config.seed, deterministic=config.deterministic)
     with build(config, run.data, device) as assembly:
         first_step = run_checkpoint.resume(assembly, run)
+        if rehearsal.is_due(assembly):
+            rehearsal.rehearse(assembly, first_step)
         return _train_and_record(replace(assembly, stop=stop), run, first_step)
 
 

@@ -42,13 +42,15 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """This rank's part of a pipeline over plain modules. Built by `build_pipeline`; a context manager that closes it.
 
-    step, evaluate: those of the `Runtime`. groups: process groups that were made for it, which `close` destroys.
+    step, evaluate, rehearse: those of the `Runtime`. groups: process groups that were made for it, which `close`
+    destroys.
     """
 
     def __init__(self, runtime: Runtime, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.runtime = runtime
         self.step = runtime.step
         self.evaluate = runtime.evaluate
+        self.rehearse = runtime.rehearse
         self._groups = list(groups)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
 from counterflow.parallel.groups import MakeGroup
 from counterflow.parallel.offload.offloader import Offloader
+from counterflow.parallel.pipeline.analysis.first_use import serial
 from counterflow.parallel.pipeline.analysis.passes import forward_only, passes_after, why_not_overlapped
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
@@ -205,6 +206,34 @@ class Runtime:
         return self._run(
             schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder, validate
         )
+
+    def rehearse(self, inputs: Microbatches, targets: Microbatches, loss_fn: LossFunction) -> None:
+        """Run every stage once, one after another: what a device does at first use is done before a step needs it.
+
+        inputs, targets: one micro-batch for each direction of the schedule; see `step`. Every rank calls it. Random
+        generators and buffers of the modules are afterwards what they were before, and so are the gradients of plain
+        modules; those of sharded ones are cleared by the next step. Activations stay where they are meanwhile.
+
+        Why: Note [First uses] in analysis/first_use.py.
+        """
+        schedule = serial(self.schedule)
+        verify(schedule)
+        modules = [stage.module for stage in self.stages.values()]
+        kept = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+        gradients = [(each, each.grad) for module in modules for each in module.parameters()]
+        generators = random_state(self.device)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        self._begin_step()
+        with self._handlers.without_offloading():
+            self._run(schedule, inputs, targets, loss_fn, 1.0, False, False, Recorder(self.device))
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+        set_random_state(self.device, generators)
+        del self._operations[id(schedule)]
 
     def evaluate(
         self,
