@@ -129,6 +129,21 @@ def set_timeouts(timeout_s: float) -> None:
             group.set_timeout(timedelta(seconds=timeout_s))
 
 
+def abort_groups() -> None:
+    """End every group of this process at once, whatever is under way; torch.distributed is not initialised afterwards.
+
+    For a rank that has failed. To destroy NCCL's communicators would wait for operations that the other ranks have not
+    come to, and may never; these are told that this rank is gone instead. It raises nothing.
+    """
+    if dist.is_initialized():
+        with suppress(Exception):  # the failure is what is to be told
+            _abort_process_group()
+
+
+def _abort_process_group() -> None:
+    getattr(dist.distributed_c10d, "_abort_process_group")()  # noqa: B009 - torch has no public one
+
+
 def _level(group: dist.ProcessGroup) -> None:
     """Let every rank of `group` count as many groups as the one that has made most of them."""
     names = _names()

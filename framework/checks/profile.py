@@ -21,8 +21,9 @@ from torch import Tensor
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.metrics.hardware import device_name
 from counterflow.framework.planning.workload import Workload
-from counterflow.framework.trainer.build import COMPUTE_DTYPES, start_process_group
+from counterflow.framework.trainer.build import COMPUTE_DTYPES
 from counterflow.framework.trainer.loop import seed_everything
+from counterflow.framework.trainer.process_group import process_group
 from counterflow.models.partition import StageSlice, partition
 from counterflow.models.recompute import NOTHING, Parts, Plan
 from counterflow.models.transformer import TransformerStage
@@ -51,12 +52,9 @@ def run_profile_rank(
 
     The environment describes the process group. The profile, on rank 0.
     """
-    device = start_process_group(config, local_rank)
-    try:
-        seed_everything(config.seed, deterministic=config.deterministic)
+    with process_group(config, local_rank) as device:
+        seed_everything(config.seed, deterministic=config.is_deterministic(device.type))
         return measure(config, num_stages, vocab_size, device)
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(

@@ -234,8 +234,9 @@ class Bubbles:
 class RunSummary:
     """The outcome of a run. seconds: wall time of its steps; wandb_dir: the offline folder, None without W&B.
 
-    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use. sink_failures: why
-    a sink stopped taking records, by its name; empty where all took them to the end.
+    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use. deterministic: whether
+    all kernels were such that give the same result every time. sink_failures: why a sink stopped taking records, by its
+    name; empty where all took them to the end.
     """
 
     run_dir: str
@@ -248,6 +249,7 @@ class RunSummary:
     seconds: float
     num_skipped: int = 0
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    deterministic: bool = True
     sink_failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig
 from counterflow.framework.data.documents import DocumentLoader
 from counterflow.framework.data.loader import BatchLoader, StepData, TokenDataset
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.devices import count_problems, devices_here
 from counterflow.framework.experts.routing import routing_state
 from counterflow.framework.memory.offload import offloader_for
 from counterflow.framework.optim.apex import KernelChoice, KernelUse
@@ -48,25 +46,6 @@ from counterflow.parallel.zero.stage import ShardedStage
 logger = logging.getLogger(__name__)
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERT_PAYLOAD_DTYPES = {"compute": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-
-
-def start_process_group(config: TrainConfig, local_rank: int) -> torch.device:
-    """Join the process group that the environment describes; this rank's device.
-
-    gloo on a CPU. With CUDA, NCCL for tensors on the device and gloo for those on the host.
-    Raises ValueError: where `config.device` is not there for this rank.
-    """
-    timeout = timedelta(seconds=config.comm.timeout_s)
-    devices = devices_here()
-    if problems := count_problems(config.device, devices, None):
-        raise ValueError(problems[0])
-    if devices.kind(config.device) == "cuda":
-        device = torch.device("cuda", devices.index(local_rank))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-        return device
-    dist.init_process_group("gloo", timeout=timeout)
-    return torch.device("cpu")
 
 
 def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Assembly:
