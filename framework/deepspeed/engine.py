@@ -141,7 +141,9 @@ class EngineOptimizer(ModelOptimizer):
             engine.optimizer.register_step_pre_hook(self._clip_at_stage_0)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> StepVerdict:
+    def step(
+        self, learning_rate: float, recorder: Recorder | None = None, loss: Tensor | float = 0.0
+    ) -> StepVerdict:
         """Reduce what is not reduced yet, clip and update; the norm is that before clipping.
 
         Raises FloatingPointError: where the norm is not finite. From stage 1 on the engine has updated by then.

@@ -38,6 +38,10 @@ _EXPERT_AXES = ("expert", "expert_data")
 BYTE_AXES = ("tensor", "data", "pipeline", "world", *_EXPERT_AXES)
 
 
+# Fields of `RankStep` that are filled in where they are, so that the host waits for none of them alone.
+_ON_DEVICE = dict.fromkeys(("loss", "mtp_loss", "reduction_squares", "reduction_error_squares"), 0.0)
+
+
 class RankStep(NamedTuple):
     """What one rank measured in a step; every field is a number, gathered from all ranks as one vector.
 
@@ -160,13 +164,15 @@ class UnfinishedStep:
         )
 
 
-def gather_ranks(assembly: Assembly, loss: float, mtp_loss: float, trace: Trace) -> GatheredRanks:
-    """Start to gather what every rank measured in the step of `trace`; all ranks call this."""
+def gather_ranks(assembly: Assembly, loss: Tensor, mtp_loss: Tensor, trace: Trace) -> GatheredRanks:
+    """Start to gather what every rank measured in the step of `trace`; all ranks call this.
+
+    loss, mtp_loss: this rank's parts, which are not read here.
+    """
     sent = assembly.axes.meter.sent_bytes()
     inflation = trace.inflation() or Inflation(0.0, 0.0)
     mine = RankStep(
-        loss=loss,
-        mtp_loss=mtp_loss,
+        **_ON_DEVICE,
         step_s=trace.step_s,
         pipeline_s=trace.pipeline_s,
         span_s=trace.span_s,
@@ -184,6 +190,9 @@ def gather_ranks(assembly: Assembly, loss: float, mtp_loss: float, trace: Trace)
         is_asked_to_stop=assembly.stop is not None and assembly.stop.requested.is_set(),
     )
     vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
+    on_device = {"loss": loss, "mtp_loss": mtp_loss, **_reduction_errors(assembly)}
+    for name, value in on_device.items():
+        vector[RankStep._fields.index(name)] = value
     everyone = torch.empty((assembly.axes.world.size, len(mine)), dtype=torch.float64, device=assembly.device)
     work = all_gather_into(everyone, vector, assembly.axes.world, async_op=True)
     return GatheredRanks(everyone=everyone, work=work)
@@ -197,8 +206,18 @@ def _reductions(assembly: Assembly) -> dict[str, float]:
         "gather_bytes": sum(unit.gathered_bytes for unit in units),
         "reduction_bytes": sum(each.sent_bytes for each in reports if each),
         "reduction_fp32_bytes": sum(each.fp32_bytes for each in reports if each),
-        "reduction_squares": sum(float(each.squares) for each in reports if each),
-        "reduction_error_squares": sum(float(each.error_squares) for each in reports if each),
+    }
+
+
+def _reduction_errors(assembly: Assembly) -> dict[str, Tensor]:
+    """What compressed reductions left out, and of what, as they are on the device."""
+    units = [unit for stage in assembly.stages.values() for unit in stage.units]
+    reports = [unit.report for unit in units if unit.report is not None]
+    if not reports:
+        return {}
+    return {
+        "reduction_squares": torch.stack([each.squares for each in reports]).double().sum(),
+        "reduction_error_squares": torch.stack([each.error_squares for each in reports]).double().sum(),
     }
 
 
