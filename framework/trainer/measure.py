@@ -16,6 +16,7 @@ from torch import Tensor
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.metrics.hardware import device_name, peak_flops
 from counterflow.framework.metrics.record import MoERecord, OffloadRecord, StepRecord
+from counterflow.framework.metrics.stragglers import slowest
 from counterflow.framework.metrics.timeline import Timeline, build_timeline
 from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
@@ -51,6 +52,7 @@ class RankStep(NamedTuple):
     gather_bytes: sent to gather parameters.
     reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
     offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.
+    host_lead_s, host_starved: see `HostLead`; zero on a CPU.
     is_asked_to_stop: 1 where this rank has got SIGTERM.
     """
 
@@ -96,6 +98,8 @@ class RankStep(NamedTuple):
     offload_num_hits: float
     offload_num_unplanned: float
     offload_peak_bytes: float
+    host_lead_s: float = 0.0
+    host_starved: float = 0.0
     is_asked_to_stop: float = 0.0
 
     @property
@@ -170,7 +174,7 @@ def gather_ranks(assembly: Assembly, loss: Tensor, mtp_loss: Tensor, trace: Trac
     loss, mtp_loss: this rank's parts, which are not read here.
     """
     sent = assembly.axes.meter.sent_bytes()
-    inflation = trace.inflation() or Inflation(0.0, 0.0)
+    inflation, lead = trace.inflation() or Inflation(0.0, 0.0), trace.host_lead
     mine = RankStep(
         **_ON_DEVICE,
         step_s=trace.step_s,
@@ -187,6 +191,7 @@ def gather_ranks(assembly: Assembly, loss: Tensor, mtp_loss: Tensor, trace: Trac
         **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
         **_reductions(assembly),
         **_offload_report(assembly),
+        **({} if lead is None else {"host_lead_s": lead.lead_s, "host_starved": lead.starved_share}),
         is_asked_to_stop=assembly.stop is not None and assembly.stop.requested.is_set(),
     )
     vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
@@ -260,8 +265,14 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
     step_s = max(rank.step_s for rank in ranks)
     makespan_s = max(rank.pipeline_s for rank in ranks)
     by_stage: list[list[RankStep]] = [[] for _ in range(config.parallel.pipeline_parallel_size)]
+    same_work: list[list[int]] = [[] for _ in by_stage]
     for index, rank in enumerate(ranks):
-        by_stage[config.parallel.coordinate_of(index).pipeline].append(rank)
+        stage = config.parallel.coordinate_of(index).pipeline
+        by_stage[stage].append(rank)
+        same_work[stage].append(index)
+    rank_busy_s = [rank.busy_s for rank in ranks]
+    slowest_rank = slowest(rank_busy_s, same_work)
+    is_on_gpu = assembly.device.type == "cuda"
     busy_s = tuple(_mean(rank.busy_s for rank in members) for members in by_stage)
     mean_busy_s = _mean(busy_s)
     accounts = [
@@ -301,6 +312,15 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
             category: tuple(round(_mean(each[category] for each in of), 7) for of in accounts)
             for category in CATEGORIES
         },
+        rank_busy_s=tuple(round(each, 6) for each in rank_busy_s),
+        slowest_rank=slowest_rank.rank,
+        slowest_over_peers=slowest_rank.over_peers,
+        host_lead_s=tuple(min(rank.host_lead_s for rank in members) for members in by_stage)
+        if is_on_gpu
+        else None,
+        host_starved=tuple(max(rank.host_starved for rank in members) for members in by_stage)
+        if is_on_gpu
+        else None,
         bubble_measured=1 - mean_busy_s / makespan_s,
         bubble_measured_span=1 - mean_busy_s / max(rank.span_s for rank in ranks),
         bubble_simulated=bubble.simulated,
