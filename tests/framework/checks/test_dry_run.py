@@ -17,8 +17,9 @@ from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import train_step
 from counterflow.parallel.memory_parts import memory_of
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.rank_pool import RankPool
-from tests.tiny import MIXTURES, merged, run_context, tiny_config
+from tests.tiny import MIXTURES, merged, run_context, tiny_config, with_few_layers
 
 # Large enough for tensors to outweigh what is rounded up.
 SIZE: dict[str, Any] = {
@@ -113,3 +114,23 @@ def test_offloading_is_not_predicted() -> None:
     config = config_of({"pp": 2, "offload": {"policy": "schedule", "budget_share": 0.7}})
     with pytest.raises(ValueError, match=r"offload.policy=schedule: .* measure it"):
         dry_run(config)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each in ("1f1b", "dualpipe") else pytest.param(each, marks=SLOW)
+        for each in generated_schedules()
+    ],
+)
+def test_every_schedule_runs_on_tensors_without_values(name: str, stage: int) -> None:
+    """With each stage of ZeRO. Nothing in a step reads a value, for there is none; what is kept is cut as it says."""
+    layout = {"pp": 2, "dp": 2, "schedule": name, "num_microbatches": 4}
+    whole, cut = (
+        dry_run(tiny_config(**with_few_layers(layout | {"zero": each})), vocab_size=64)[0].peak.parts
+        for each in (0, stage)
+    )
+    # Two-copy schedules hold a stage on two ranks of the pipeline, each twice along the data axis.
+    num_replicas = 2 * len(generate(name, 2, 4).replicas_of(0)) if stage > 0 else 1
+    assert cut["optimizer"] == pytest.approx(whole["optimizer"] / num_replicas, rel=0.05)
