@@ -116,12 +116,12 @@ def test_offloading_is_not_predicted() -> None:
         dry_run(config)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "stage"),
     [
-        each if each in ("1f1b", "dualpipe") else pytest.param(each, marks=SLOW)
-        for each in generated_schedules()
+        pytest.param(name, stage, marks=[] if (name, stage) in (("1f1b", 1), ("dualpipe", 3)) else SLOW)
+        for name in generated_schedules()
+        for stage in (1, 2, 3)
     ],
 )
 def test_every_schedule_runs_on_tensors_without_values(name: str, stage: int) -> None:
@@ -132,5 +132,5 @@ def test_every_schedule_runs_on_tensors_without_values(name: str, stage: int) ->
         for each in (0, stage)
     )
     # Two-copy schedules hold a stage on two ranks of the pipeline, each twice along the data axis.
-    num_replicas = 2 * len(generate(name, 2, 4).replicas_of(0)) if stage > 0 else 1
+    num_replicas = 2 * len(generate(name, 2, 4).replicas_of(0))
     assert cut["optimizer"] == pytest.approx(whole["optimizer"] / num_replicas, rel=0.05)
