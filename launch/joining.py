@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from counterflow.framework.config.mapping import config_hash
 from counterflow.framework.config.tree import TrainConfig
-from counterflow.framework.devices import device_identity, shared_devices
+from counterflow.framework.devices import device_identity, device_kind, shared_devices
 from counterflow.framework.errors import ConfigError, RunFailedError, RunInterruptedError, StoppedError
 from counterflow.framework.trainer.run import RunContext
 from counterflow.launch.command import LaunchOptions
 from counterflow.launch.preflight import refuse_later_round
 from counterflow.launch.printing import say
 from counterflow.launch.ranks.agreement import Council, differences, facts_of, open_store
-from counterflow.launch.ranks.environment import JoinedRank, socket_environment
+from counterflow.launch.ranks.environment import (
+    JoinedRank,
+    cuda_environment,
+    flight_recorder_environment,
+    socket_environment,
+)
 from counterflow.launch.ranks.failure import describe, error_path, keep
 from counterflow.launch.ranks.rounds import agent_of, keep_agents
 from counterflow.launch.runs import check_out, hidden_in, new_run, prepare_data, summary
@@ -51,7 +56,11 @@ def join(
         raise ConfigError([f"rank {rank}: {problem}"])
     import torch
 
+    is_on_gpu = device_kind(config.device) == "cuda"
     os.environ.update(joined.variables)
+    if is_on_gpu:
+        deterministic = config.is_deterministic("cuda")
+        os.environ.update(cuda_environment(os.environ, deterministic=deterministic))
     if joined.is_on_loopback:
         os.environ.update(socket_environment())
     if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and not options.may_go_on:
@@ -69,6 +78,8 @@ def join(
 
     if config.launcher.threads_per_rank is not None:
         torch.set_num_threads(config.launcher.threads_per_rank)
+    if is_on_gpu:
+        os.environ.update(flight_recorder_environment(os.environ, context.run_dir))
     try:
         result = run_rank(config, context)
     except StoppedError as error:

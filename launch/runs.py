@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from counterflow.framework.checks.rules import check_workload
 from counterflow.framework.config.mapping import config_hash, to_mapping
 from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, TrainConfig
+from counterflow.framework.devices import device_kind
 from counterflow.framework.errors import ConfigError
 from counterflow.framework.redaction import hidden_values, without_secrets
 from counterflow.framework.trainer.run import RunContext
@@ -24,6 +25,7 @@ from counterflow.framework.trainer.run_lock import LOCK_FILE, LockedError, RunLo
 from counterflow.launch.command import LaunchOptions
 from counterflow.launch.compose import config_file_text
 from counterflow.launch.printing import say
+from counterflow.launch.ranks.environment import cuda_environment, flight_recorder_environment
 
 if TYPE_CHECKING:
     from counterflow.framework.data.prepare import PreparedData
@@ -139,7 +141,19 @@ def start_ranks(
         hidden=hidden,
         threads_per_rank=config.launcher.threads_per_rank,
         grace_s=config.launcher.grace_s,
+        environment=environment_of_ranks(config, run_dir),
     )
+
+
+def environment_of_ranks(config: TrainConfig, run_dir: Path) -> dict[str, str]:
+    """What local ranks need in their environment besides: nothing on a CPU."""
+    if device_kind(config.device) == "cpu":
+        return {}
+    deterministic = config.is_deterministic("cuda")
+    return {
+        **cuda_environment(os.environ, deterministic=deterministic),
+        **flight_recorder_environment(os.environ, run_dir),
+    }
 
 
 def _with_local_rank(entry: Callable[..., Any], args: Sequence[Any]) -> Any:

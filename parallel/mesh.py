@@ -11,7 +11,9 @@ division is the expert data-parallel axis, whose ranks hold the same experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +120,6 @@ class Mesh:
     world: every rank.
     embedding: the ranks of the first and the last stage at this coordinate of the other axes, which hold the two
         copies of a tied embedding; on ranks between them, and where both stages share a rank, this rank alone.
-    pipeline_reverse: a second communicator along the pipeline, because NCCL orders the operations of one
-        communicator and activations and gradients travel in opposite directions; with gloo, `pipeline`.
     made: the groups that `build_mesh` made, which `close` destroys; torch's default group is not among them.
     """
 
@@ -128,7 +128,6 @@ class Mesh:
     coordinate: Coordinate
     tensor: dist.ProcessGroup | None
     pipeline: dist.ProcessGroup | None
-    pipeline_reverse: dist.ProcessGroup | None
     replica: dist.ProcessGroup | None
     shard: dist.ProcessGroup | None
     shard_replica: dist.ProcessGroup | None
@@ -153,16 +152,17 @@ class Mesh:
 
 def ranks_along(config: MeshConfig, coordinate: Coordinate, *axes: str) -> list[int]:
     """Global ranks that share every axis of `coordinate` but `axes`, ascending."""
-    ranks: list[int] = []
-    for rank in range(config.world_size):
-        other = config.coordinate_of(rank)
-        if all(
-            getattr(other, axis) == getattr(coordinate, axis)
-            for axis in ("pipeline", "data", "context", "tensor")
-            if axis not in axes
-        ):
-            ranks.append(rank)
-    return ranks
+    sizes = {
+        "pipeline": config.pipeline_parallel_size,
+        "data": config.data_parallel_size,
+        "context": config.context_parallel_size,
+        "tensor": config.tensor_parallel_size,
+    }
+    values = [range(size) if axis in axes else [getattr(coordinate, axis)] for axis, size in sizes.items()]
+    return [
+        config.rank_of(Coordinate(pipeline=pipeline, data=data, context=context, tensor=tensor))
+        for pipeline, data, context, tensor in product(*values)
+    ]
 
 
 def replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
@@ -185,15 +185,14 @@ def expert_ranks(config: MeshConfig, coordinate: Coordinate) -> list[int]:
 
 def expert_replica_ranks(config: MeshConfig, coordinate: Coordinate, *, mirrored: bool) -> list[int]:
     """Global ranks that hold the same experts as the rank at `coordinate`, ascending; see `replica_ranks`."""
-    mine = config.rank_of(coordinate)
-    pipeline = {
+    size, mine = config.ranks_per_stage, config.expert_rank_of(config.rank_of(coordinate))
+    pipelines = {
         config.coordinate_of(rank).pipeline for rank in replica_ranks(config, coordinate, mirrored=mirrored)
     }
     return [
         rank
-        for rank in range(config.world_size)
-        if config.coordinate_of(rank).pipeline in pipeline
-        and config.expert_rank_of(rank) == config.expert_rank_of(mine)
+        for pipeline in sorted(pipelines)
+        for rank in range(pipeline * size + mine, (pipeline + 1) * size, config.expert_parallel_size)
     ]
 
 
@@ -219,6 +218,23 @@ def expert_shard_size(config: MeshConfig, num_replicas: int, shard_size: int) ->
     return gcd(num_replicas, max(1, shard_size * config.tensor_parallel_size // config.expert_parallel_size))
 
 
+def partition_by(
+    config: MeshConfig, ranks_of: Callable[[Coordinate], list[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """The sets that `ranks_of` cuts the ranks of the mesh into, by their lowest rank: the same on every rank."""
+    found: dict[int, tuple[int, ...]] = {}
+    for rank in range(config.world_size):
+        if rank not in found:
+            ranks = tuple(ranks_of(config.coordinate_of(rank)))
+            found |= dict.fromkeys(ranks, ranks)
+    return tuple(dict.fromkeys(found.values()))
+
+
+def pipelines_of(config: MeshConfig) -> tuple[tuple[int, ...], ...]:
+    """The global ranks of each pipeline of the mesh, in the order of its stages."""
+    return partition_by(config, lambda at: ranks_along(config, at, "pipeline"))
+
+
 def build_mesh(config: MeshConfig, *, mirrored: bool = False, shard_size: int | None = None) -> Mesh:
     """Build this rank's process groups; torch.distributed must be initialised with the world of `config`.
 
@@ -228,7 +244,7 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False, shard_size: int | 
     # Not above: configs are read before torch is needed, and importing it takes a second.
     import torch.distributed as dist
 
-    from counterflow.parallel.groups import new_group as make_group
+    from counterflow.parallel.groups import new_group
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != config.world_size:
@@ -237,45 +253,48 @@ def build_mesh(config: MeshConfig, *, mirrored: bool = False, shard_size: int | 
             "start as many processes as the product of the parallel.*_size values"
         )
     coordinate = config.coordinate_of(rank)
-
-    groups: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD, (rank,): None}
+    groups: dict[tuple[int, ...], Any] = {tuple(range(world_size)): dist.group.WORLD}
     made: list[Any] = []
 
-    def new_group(ranks: list[int], name: str) -> Any:
-        made.append(make_group(ranks, name))
-        return made[-1]
+    def group(ranks_of: Callable[[Coordinate], list[int]], name: str) -> Any:
+        sets = partition_by(config, ranks_of)
+        for ranks in sets:
+            # Every rank follows, those that are not among them too: see parallel/groups.py.
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = new_group(ranks, name)
+                if rank in ranks:
+                    made.append(groups[ranks])
+        return next((groups[ranks] for ranks in sets if rank in ranks and len(ranks) > 1), None)
 
-    def group(ranks: list[int], name: str) -> Any:
-        if tuple(ranks) not in groups:
-            groups[tuple(ranks)] = new_group(ranks, name)
-        return groups[tuple(ranks)]
+    def replicas(coordinate: Coordinate) -> list[int]:
+        return replica_ranks(config, coordinate, mirrored=mirrored)
 
-    replicas = replica_ranks(config, coordinate, mirrored=mirrored)
-    shard, shard_replica = in_groups(replicas, rank, shard_size or len(replicas))
-    expert_replicas = expert_replica_ranks(config, coordinate, mirrored=mirrored)
-    size = len(expert_replicas)
-    expert_shard, expert_shard_replica = in_groups(
-        expert_replicas, rank, expert_shard_size(config, size, shard_size) if shard_size else size
-    )
-    pipeline = ranks_along(config, coordinate, "pipeline")
-    one_communicator = "nccl" not in dist.get_backend() or len(pipeline) == 1
+    def expert_replicas(coordinate: Coordinate) -> list[int]:
+        return expert_replica_ranks(config, coordinate, mirrored=mirrored)
+
+    def in_shards(coordinate: Coordinate) -> tuple[list[int], list[int]]:
+        ranks = replicas(coordinate)
+        return in_groups(ranks, config.rank_of(coordinate), shard_size or len(ranks))
+
+    def in_expert_shards(coordinate: Coordinate) -> tuple[list[int], list[int]]:
+        ranks = expert_replicas(coordinate)
+        size = expert_shard_size(config, len(ranks), shard_size) if shard_size else len(ranks)
+        return in_groups(ranks, config.rank_of(coordinate), size)
+
     return Mesh(
         config=config,
         rank=rank,
         coordinate=coordinate,
-        tensor=group(ranks_along(config, coordinate, "tensor"), "tensor"),
-        pipeline=group(pipeline, "pipeline"),
-        pipeline_reverse=group(pipeline, "pipeline")
-        if one_communicator
-        else new_group(pipeline, "pipeline, reverse"),
+        tensor=group(lambda at: ranks_along(config, at, "tensor"), "tensor"),
+        pipeline=group(lambda at: ranks_along(config, at, "pipeline"), "pipeline"),
         replica=group(replicas, "replica"),
-        shard=group(shard, "shard"),
-        shard_replica=group(shard_replica, "replica of a shard"),
-        expert=group(expert_ranks(config, coordinate), "expert"),
+        shard=group(lambda at: in_shards(at)[0], "shard"),
+        shard_replica=group(lambda at: in_shards(at)[1], "replica of a shard"),
+        expert=group(lambda at: expert_ranks(config, at), "expert"),
         expert_replica=group(expert_replicas, "expert replica"),
-        expert_shard=group(expert_shard, "expert shard"),
-        expert_shard_replica=group(expert_shard_replica, "replica of an expert shard"),
-        embedding=group(embedding_ranks(config, coordinate, mirrored=mirrored), "embedding"),
-        world=group(list(range(world_size)), "world"),
+        expert_shard=group(lambda at: in_expert_shards(at)[0], "expert shard"),
+        expert_shard_replica=group(lambda at: in_expert_shards(at)[1], "replica of an expert shard"),
+        embedding=group(lambda at: embedding_ranks(config, at, mirrored=mirrored), "embedding"),
+        world=None if world_size == 1 else dist.group.WORLD,
         made=tuple(made),
     )

@@ -15,7 +15,7 @@ from counterflow.framework.trainer.run import RunContext
 
 def run_steps(config: TrainConfig, run: RunContext, stop_after: int | None = None) -> list[StepRecord]:
     """Train, or go on, and stop after that many steps as a killed run would."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     records: list[StepRecord] = []
     for record in train(assembly, resume(assembly, run)):

@@ -75,7 +75,7 @@ def compare_engines(
         assemblies: dict[str, Assembly] = {}
         for engine in ("native", "deepspeed"):
             zero = replace(config.zero, stage=stage, engine=engine)
-            seed_everything(config.seed, deterministic=config.deterministic)
+            seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
             assemblies[engine] = build(replace(config, zero=zero), data, torch.device("cpu"))
         runs = _train(assemblies, config.training.num_steps)
         row = EngineRow(stage=stage, native=runs["native"], deepspeed=runs["deepspeed"])

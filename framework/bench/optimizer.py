@@ -20,7 +20,7 @@ from counterflow.framework.bench.sleeping import SleepCosts, Sleeper, SleepingSt
 from counterflow.framework.optim.config import OptimizerConfig
 from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.parallel.collectives import Axis
-from counterflow.parallel.groups import new_group
+from counterflow.parallel.groups import new_groups
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
 from counterflow.parallel.pipeline.runtime.runtime import Runtime
@@ -118,9 +118,9 @@ def _run(
     costs = SleepCosts(forward_s=action_s, input_gradient_s=action_s, weight_gradient_s=action_s)
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    mirror = sorted({rank, num_ranks - 1 - rank})
-    is_mirrored = schedule.num_directions > 1 and len(mirror) > 1
-    replica = Axis(group=new_group(mirror, "mirror") if is_mirrored else None, name="data")
+    mirrors = [(each, num_ranks - 1 - each) for each in range(num_ranks // 2)]
+    mirror = new_groups(mirrors, "mirror") if schedule.num_directions > 1 else None
+    replica = Axis(group=mirror, name="data")
     sleeper = Sleeper()
     stages: dict[int, Stage] = {}
     sharded: list[ShardedStage] = []

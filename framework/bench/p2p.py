@@ -117,7 +117,7 @@ def _transfer(
     transposed: bool, size: int, chunk_bytes: int | None, group: dist.ProcessGroup
 ) -> Callable[[], None]:
     """One activation from rank 0 to rank 1 through the pipeline's transport."""
-    transport = Transport(group, group, device=torch.device("cpu"), chunk_bytes=chunk_bytes)
+    transport = Transport(group, device=torch.device("cpu"), chunk_bytes=chunk_bytes)
     channel = Channel(1, Kind.SEND_B)  # of a gradient: its shape needs no header
     value = torch.zeros(512, size // 2048).t() if transposed else torch.zeros(size // 2048, 512)
 

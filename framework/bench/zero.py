@@ -156,7 +156,7 @@ class _Alone:
 
 
 def _ours_alone(config: TrainConfig, data: PreparedData) -> _Alone:
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     with build(config, data, _CPU) as assembly:
         loss = sum(rank.loss for rank in train_step(assembly, 0).ranks)
         return _Alone(

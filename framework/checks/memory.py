@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from counterflow.framework.checks.dry_run import held_by
@@ -15,8 +14,9 @@ from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.memory.activations import saved_bytes
 from counterflow.framework.memory.live import LiveBytes, Peak, alive_tensors
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build, start_process_group
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.loop import seed_everything
+from counterflow.framework.trainer.process_group import process_group
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import train_step
 from counterflow.parallel.pipeline.analysis.simulate import peak_live
@@ -65,7 +65,7 @@ def live_tensor_bytes(device: torch.device) -> int:
 
 def measure(config: TrainConfig, run: RunContext, device: torch.device) -> RankMemory:
     """Train one step in the layout of `config` and report this rank's memory; every rank calls this."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic(device.type))
     before = live_tensor_bytes(device)
     with build(config, run.data, device) as assembly:
         return _measured(config, assembly, device, before)
@@ -115,11 +115,8 @@ def measured_peak(assembly: Assembly) -> Peak:
 
 def run_memory_rank(config: TrainConfig, run: RunContext, local_rank: int) -> RankMemory:
     """Entry of each rank; the environment describes the process group."""
-    device = start_process_group(config, local_rank)
-    try:
+    with process_group(config, local_rank) as device:
         return measure(config, run, device)
-    finally:
-        dist.destroy_process_group()
 
 
 def to_mapping(ranks: list[RankMemory]) -> list[dict[str, Any]]:

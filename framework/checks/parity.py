@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.framework.checkpoint.shard import TensorShard, tensor_shards
@@ -40,8 +39,9 @@ from counterflow.framework.config.tree import CheckpointConfig, LoggerConfig, Tr
 from counterflow.framework.experts.config import BalanceConfig
 from counterflow.framework.optim.offload_config import OptimizerOffloadConfig
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build, start_process_group, step_undo
+from counterflow.framework.trainer.build import build, step_undo
 from counterflow.framework.trainer.loop import seed_everything, train
+from counterflow.framework.trainer.process_group import process_group
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import forward_backward
 from counterflow.models.recompute import RecomputeConfig
@@ -261,22 +261,16 @@ def different_routing(first: Sequence[StepTrail], second: Sequence[StepTrail]) -
 
 def run_layout_rank(config: TrainConfig, run: RunContext, folder: Path, local_rank: int) -> list[StepTrail]:
     """Entry of each rank of the layout; the environment describes the process group."""
-    device = start_process_group(config, local_rank)
-    try:
+    with process_group(config, local_rank) as device:
         return train_and_save(config, run, folder, device)
-    finally:
-        dist.destroy_process_group()
 
 
 def run_reference_rank(
     config: TrainConfig, run: RunContext, folder: Path, trail: list[StepTrail], local_rank: int
 ) -> Parity:
     """Entry of the one reference process."""
-    device = start_process_group(config, local_rank)
-    try:
+    with process_group(config, local_rank) as device:
         return train_and_compare(config, run, folder, trail, device)
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +295,7 @@ def _train(
         logger=LoggerConfig(name="none"),
         checkpoint=CheckpointConfig(enabled=False),
     )
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic(device.type))
     assembly = build(config, run.data, device)
     gradients = _first_gradients(assembly, every_copy=every_copy)
     bounds = [torch.zeros_like(owned.fragment.master) for owned in assembly.optimizer.owned]

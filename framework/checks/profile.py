@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from torch import Tensor
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.metrics.hardware import device_name
 from counterflow.framework.planning.workload import Workload
-from counterflow.framework.trainer.build import COMPUTE_DTYPES, start_process_group
+from counterflow.framework.trainer.build import COMPUTE_DTYPES
 from counterflow.framework.trainer.loop import seed_everything
+from counterflow.framework.trainer.process_group import process_group
 from counterflow.models.partition import StageSlice, partition
 from counterflow.models.recompute import NOTHING, Parts, Plan
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import Axis
+from counterflow.parallel.groups import new_group
 from counterflow.parallel.ops.loss import vocab_parallel_cross_entropy
 from counterflow.parallel.pipeline.analysis.cost_profile import CostProfile, Link, StageCost
 from counterflow.parallel.pipeline.runtime.stage import Stage
@@ -50,12 +52,9 @@ def run_profile_rank(
 
     The environment describes the process group. The profile, on rank 0.
     """
-    device = start_process_group(config, local_rank)
-    try:
-        seed_everything(config.seed, deterministic=config.deterministic)
+    with process_group(config, local_rank) as device:
+        seed_everything(config.seed, deterministic=config.is_deterministic(device.type))
         return measure(config, num_stages, vocab_size, device)
-    finally:
-        dist.destroy_process_group()
 
 
 def measure(
@@ -63,7 +62,7 @@ def measure(
 ) -> CostProfile | None:
     """The profile of the model cut into `num_stages`, on rank 0; every rank of the world calls this."""
     tensor_size, rank = config.parallel.tensor_parallel_size, dist.get_rank()
-    group = cast(dist.ProcessGroup, dist.new_group(list(range(tensor_size)))) if tensor_size > 1 else None
+    group = new_group(range(tensor_size), "tensor") if tensor_size > 1 else None
     slices = partition(config.model, num_stages, seq_length=config.data.seq_length, vocab_size=vocab_size)
     # I and B are measured with what they run again.
     plan = Workload(

@@ -196,7 +196,7 @@ def _describe(hint: Any) -> str:
     """A type as a newcomer reads it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return str(args[0]) if len(args) == 1 else f"one of {', '.join(map(str, args))}"
     if origin in (Union, UnionType):
         return " or ".join(_describe(arg) for arg in args)
     if origin is tuple:

@@ -26,6 +26,7 @@ from counterflow.parallel.pipeline.config import ScheduleConfig
 from counterflow.parallel.zero.config import ZeroConfig
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+_GPU_STARTUP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,10 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommConfig:
-    """timeout_s: a collective or receive that waits longer ends the run.
+    """timeout_s: a collective or receive that waits longer ends the run, in whatever group of ranks.
+
+    startup_timeout_s: the same until the first step is done, while communicators are made and kernels loaded or
+        compiled; null: timeout_s on a CPU, ten minutes at least on GPUs.
 
     p2p_chunk_bytes: larger activations and gradients travel between stages in chunks of at most this; null: whole.
     expert_payload: in what precision hidden states go to experts: that of the computation, or rounded to bf16 or to
@@ -67,6 +71,7 @@ class CommConfig:
     """
 
     timeout_s: float = 60.0
+    startup_timeout_s: float | None = None
     p2p_chunk_bytes: int | None = None
     expert_payload: Literal["compute", "bf16", "fp8"] = "compute"
     pipeline_payload: Literal["compute", "bf16", "fp8"] = "compute"
@@ -76,11 +81,21 @@ class CommConfig:
             raise ValueError(
                 f"comm.timeout_s={self.timeout_s}: from 1 second to a week (604800); 60 is the default"
             )
+        if self.startup_timeout_s is not None and not 1 <= self.startup_timeout_s <= 604800:
+            raise ValueError(
+                f"comm.startup_timeout_s={self.startup_timeout_s}: from 1 second to a week (604800), or null"
+            )
         if self.p2p_chunk_bytes is not None and not 1 << 12 <= self.p2p_chunk_bytes <= 1 << 30:
             raise ValueError(
                 f"comm.p2p_chunk_bytes={self.p2p_chunk_bytes}: from 4096 to 1073741824 bytes; 262144 to 1048576 are "
                 "usual, null sends every tensor whole"
             )
+
+    def start_timeout_s(self, device_type: str) -> float:
+        """`startup_timeout_s`, with what null stands for."""
+        if self.startup_timeout_s is not None:
+            return self.startup_timeout_s
+        return self.timeout_s if device_type == "cpu" else max(self.timeout_s, _GPU_STARTUP_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +141,8 @@ class TrainConfig:
     memory_limit_bytes: what a rank may hold at the peak of a step. A layout that is predicted to need more is refused
         before ranks start; null: nobody asks.
     device: where ranks compute; auto: on GPUs where there are some, each rank on its own, else on the CPU.
+    deterministic: only kernels that give the same result every time; auto: on a CPU, where they cost nothing, and not
+        on GPUs, where sums over tokens and the backward of attention are slower with them.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -148,7 +165,7 @@ class TrainConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: int = 0
-    deterministic: bool = True
+    deterministic: Literal["auto"] | bool = "auto"
     memory_limit_bytes: int | None = None
     device: DeviceChoice = "auto"
 
@@ -162,6 +179,10 @@ class TrainConfig:
             raise ValueError(
                 f"seed={self.seed}: a whole number from 0 to 2^63 - 1; set it so, 0 is the default"
             )
+
+    def is_deterministic(self, device_type: str) -> bool:
+        """`deterministic`, with what auto stands for."""
+        return device_type == "cpu" if self.deterministic == "auto" else self.deterministic
 
     @property
     def expected_vocab_size(self) -> int:

@@ -28,6 +28,7 @@ from counterflow.framework.optim.optimizer import ModelOptimizer, sum_of_squares
 from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.optim.updaters.updater import TorchAdamW
 from counterflow.parallel.collectives import Axis, all_reduce
+from counterflow.parallel.groups import new_groups
 from counterflow.parallel.mesh import Mesh
 from counterflow.parallel.parameters import initialize, place, placement_of
 from counterflow.parallel.pipeline.ir.trace import Recorder
@@ -67,7 +68,8 @@ def model_parallel_unit(mesh: Mesh) -> ModelParallelUnit:
     def group(found: dist.ProcessGroup | None) -> Any:
         if found is not None:
             return found
-        return dist.new_group([mesh.rank], use_local_synchronization=True, group_desc="alone")
+        # On every rank alike: where one is alone on an axis, all are.
+        return new_groups([[rank] for rank in range(dist.get_world_size())], "alone")
 
     return ModelParallelUnit(group(mesh.tensor), group(mesh.replica))
 
@@ -139,7 +141,9 @@ class EngineOptimizer(ModelOptimizer):
             engine.optimizer.register_step_pre_hook(self._clip_at_stage_0)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> StepVerdict:
+    def step(
+        self, learning_rate: float, recorder: Recorder | None = None, loss: Tensor | float = 0.0
+    ) -> StepVerdict:
         """Reduce what is not reduced yet, clip and update; the norm is that before clipping.
 
         Raises FloatingPointError: where the norm is not finite. From stage 1 on the engine has updated by then.

@@ -76,20 +76,27 @@ def finish_step(
         if has_copies:
             pairs[layer.layer] += state.rank_pairs
     all_reduce(table, world)
+    values: list[float] = table.tolist()  # at once: the host waits for the device here
+    by_layer, by_link, by_pair = (
+        [part[start : start + size] for start in range(0, len(part), size)]
+        for part, size in (
+            (values[: sizes[0]], width),
+            (values[sizes[0] : sizes[0] + sizes[1]], expert_parallel_size),
+            (values[sizes[0] + sizes[1] :], expert_parallel_size),
+        )
+    )
     for layer in layers:
         load, state = rows[layer.layer, :num_experts], layer.router.state
-        if load.sum() > 0:
+        if sum(by_layer[layer.layer][:num_experts]) > 0:
             state.fractions.copy_(load / load.sum())
             if config.moe.bias_update_speed:
                 state.bias.copy_(updated_bias(state.bias, load, config.moe.bias_update_speed))
-    counted = enumerate(
-        zip(rows.tolist(), pairs.tolist() if has_copies else [None] * num_layers, strict=True)
-    )
+    counted = enumerate(zip(by_layer, by_pair if has_copies else [None] * num_layers, strict=True))
     return MoERecord(
         layers=tuple(
-            _routing(index, values, config, by_rank) for index, (values, by_rank) in counted if values[-2] > 0
+            _routing(index, counts, config, by_rank) for index, (counts, by_rank) in counted if counts[-2] > 0
         ),
-        link_bytes=tuple(tuple(map(int, row)) for row in links.tolist()),
+        link_bytes=tuple(tuple(map(int, row)) for row in by_link),
     )
 
 

@@ -125,7 +125,8 @@ class ConsoleSink:
 def status_text(record: StepRecord) -> str:
     """Loss, speed and bubble of a step, on one line."""
     bubble = percent(record.bubble_measured)
-    return f"loss {number(record.loss)}  {record.tokens_per_s:,.0f} tokens/s  bubble {bubble}"
+    host = "  bound by the host" if record.is_host_bound else ""
+    return f"loss {number(record.loss)}  {record.tokens_per_s:,.0f} tokens/s  bubble {bubble}{host}"
 
 
 def sparkline(values: Sequence[float], width: int, sparks: str = _SPARKS) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from counterflow.parallel.pipeline.ir.host_lead import HOST_BOUND_SHARE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRecord:
@@ -124,6 +126,12 @@ class StepRecord:
     action to the end of its last: the zero-bubble papers' definition (Qi et al., arXiv 2401.10241, section 5).
     work_inflation: (I + W) / B, the mean times of input and weight gradient over that of a whole backward,
     summed over the stages on which this step ran all three; None where none did.
+    rank_busy_s: of every rank. slowest_rank: the one that took longest beside the ranks that do the same work, those of
+    its pipeline rank, and slowest_over_peers its busy time over their median; None where no rank has such peers, and
+    then it is the rank with most.
+    host_lead_s: on GPUs, how far each pipeline rank's host ran ahead of its device, the least of its replicas; and
+    host_starved, the share of its compute time in which the device had nothing in store, the largest of them: such
+    waits count as busy (counterflow.parallel.pipeline.ir.host_lead). None on a CPU.
     num_microbatches: of each data-parallel rank. padding_share: of the positions computed; None where samples are
     windows of one length.
     bytes_by_axis: bytes sent over each mesh axis by all ranks. peak_memory_bytes: the largest of any rank, by the
@@ -166,6 +174,11 @@ class StepRecord:
     peak_live_activations: tuple[int, ...]
     peak_held_weight_grad_bytes: tuple[int, ...]
     pipeline_peak_memory_bytes: tuple[int, ...] = ()
+    rank_busy_s: tuple[float, ...] | None = None
+    slowest_rank: int | None = None
+    slowest_over_peers: float | None = None
+    host_lead_s: tuple[float, ...] | None = None
+    host_starved: tuple[float, ...] | None = None
     num_microbatches: int | None = None
     padding_share: float | None = None
     compression_ratio: float | None = None
@@ -202,6 +215,11 @@ class StepRecord:
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             raise ValueError(f"not a step record ({error}): {line[:80]!r}") from None
 
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether a GPU waited for its host for most of its compute time: its bubble is larger than was measured."""
+        return self.host_starved is not None and max(self.host_starved) > HOST_BOUND_SHARE
+
     def scalars(self) -> dict[str, float]:
         """The record as flat numbers: `idle_s/rank_2`, `time_s/optimizer/rank_0`; what is None is left out.
 
@@ -210,7 +228,8 @@ class StepRecord:
         """
         flat: dict[str, float] = {}
         for field in dataclasses.fields(self):
-            if field.name not in ("step", "moe", "balance", "offload", "skipped"):
+            # One number for each rank of a large job is too much for a chart.
+            if field.name not in ("step", "moe", "balance", "offload", "skipped", "rank_busy_s"):
                 flat |= dict(_flat(field.name, getattr(self, field.name)))
         if self.skipped is not None:
             flat["skipped"] = 1.0
@@ -237,8 +256,9 @@ class Bubbles:
 class RunSummary:
     """The outcome of a run. seconds: wall time of its steps; wandb_dir: the offline folder, None without W&B.
 
-    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use. sink_failures: why
-    a sink stopped taking records, by its name; empty where all took them to the end.
+    num_skipped: steps of it that were skipped. kernels: what computed updates and norms, by use. deterministic: whether
+    all kernels were such that give the same result every time. sink_failures: why a sink stopped taking records, by its
+    name; empty where all took them to the end.
     """
 
     run_dir: str
@@ -251,6 +271,7 @@ class RunSummary:
     seconds: float
     num_skipped: int = 0
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    deterministic: bool = True
     sink_failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -52,6 +52,7 @@ class RunningSummary:
         wandb_dir: str | None,
         seconds: float,
         kernels: dict[str, str],
+        deterministic: bool = True,
         sink_failures: dict[str, str] | None = None,
     ) -> RunSummary:
         """The outcome of the run; rate and bubble are medians over its steps, the first left out if it can be."""
@@ -71,5 +72,6 @@ class RunningSummary:
             seconds=seconds,
             num_skipped=self._num_skipped,
             kernels=kernels,
+            deterministic=deterministic,
             sink_failures=sink_failures or {},
         )

@@ -151,9 +151,10 @@ class ModelOptimizer:
         with _recorded(recorder, Activity.COLLECTIVE_WAIT):
             return self._wait(self._start_norm())[0]
 
-    def _start_norm(self, loss: float = 0.0) -> _Norm:
-        sums = torch.tensor([0.0, loss], dtype=torch.float64, device=self._device)
-        sums = sums if self.guard.reads_loss else sums[:1]
+    def _start_norm(self, loss: Tensor | float = 0.0) -> _Norm:
+        sums = torch.zeros(2 if self.guard.reads_loss else 1, dtype=torch.float64, device=self._device)
+        if self.guard.reads_loss:
+            sums[1] = loss
         counted: list[Tensor] = []
         for owned in self.owned:
             placement = owned.fragment.slot.placement
@@ -174,7 +175,9 @@ class ModelOptimizer:
         return math.sqrt(squares), sum(loss)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, recorder: Recorder | None = None, loss: float = 0.0) -> StepVerdict:
+    def step(
+        self, learning_rate: float, recorder: Recorder | None = None, loss: Tensor | float = 0.0
+    ) -> StepVerdict:
         """Clip, update the masters and bring them to the parameters; the norm is that before clipping.
 
         loss: this rank's part of it. Where the guard says so the step is skipped.
@@ -204,7 +207,7 @@ class ModelOptimizer:
         return self._ahead is not None
 
     @torch.no_grad()
-    def step_ahead(self, learning_rate: float, loss: float = 0.0) -> None:
+    def step_ahead(self, learning_rate: float, loss: Tensor | float = 0.0) -> None:
         """Update and publish as if nothing had to be clipped, without waiting for ranks of other stages.
 
         `validate` follows before the next step zeroes the gradients.

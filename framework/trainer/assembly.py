@@ -9,6 +9,7 @@ from torch import nn
 
 from counterflow.framework.config.tree import TrainConfig
 from counterflow.framework.data.loader import BatchLoader, StepData
+from counterflow.framework.errors import StoppedError
 from counterflow.framework.optim.optimizer import ModelOptimizer
 from counterflow.framework.optim.step_guard import StepGuard, StepUndo
 from counterflow.framework.planning.costs import schedule_costs
@@ -17,6 +18,7 @@ from counterflow.framework.trainer.rebalance import Balancer
 from counterflow.framework.trainer.stop import StopRequest
 from counterflow.models.cost import model_cost
 from counterflow.parallel.collectives import Axis, ByteMeter
+from counterflow.parallel.groups import abort_groups
 from counterflow.parallel.mesh import Mesh
 from counterflow.parallel.pipeline.analysis.simulate import simulate
 from counterflow.parallel.pipeline.ir.action import Schedule
@@ -107,7 +109,10 @@ class Assembly:
     def __enter__(self) -> Assembly:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A rank that is asked to stop does so where the others do.
+        if kind is not None and not issubclass(kind, StoppedError):
+            abort_groups()
         self.close()
 
     @property

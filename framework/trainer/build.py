@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +15,6 @@ from counterflow.framework.data.batch_plan import BatchPlan, BatchRampConfig
 from counterflow.framework.data.documents import DocumentLoader
 from counterflow.framework.data.loader import BatchLoader, StepData, TokenDataset
 from counterflow.framework.data.prepare import PreparedData
-from counterflow.framework.devices import count_problems, devices_here
 from counterflow.framework.experts.routing import routing_state
 from counterflow.framework.memory.offload import offloader_for
 from counterflow.framework.optim.apex import KernelChoice, KernelUse
@@ -36,7 +32,8 @@ from counterflow.models.partition import partition
 from counterflow.models.transformer import TransformerStage
 from counterflow.parallel.collectives import Axis, ByteMeter
 from counterflow.parallel.expert.exchange import CommunicationPoint, ExpertParallel
-from counterflow.parallel.mesh import Mesh, build_mesh
+from counterflow.parallel.groups import among_rows
+from counterflow.parallel.mesh import Mesh, build_mesh, pipelines_of
 from counterflow.parallel.ops.fp8 import why_no_fp8
 from counterflow.parallel.pipeline.ir.action import Schedule
 from counterflow.parallel.pipeline.runtime.overlap import Interleaver
@@ -49,43 +46,6 @@ from counterflow.parallel.zero.stage import ShardedStage
 logger = logging.getLogger(__name__)
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERT_PAYLOAD_DTYPES = {"compute": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-
-
-def start_process_group(config: TrainConfig, local_rank: int) -> torch.device:
-    """Join the process group that the environment describes; this rank's device.
-
-    gloo on a CPU. With CUDA, NCCL for tensors on the device and gloo for those on the host.
-    Raises ValueError: where `config.device` is not there for this rank.
-    """
-    timeout = timedelta(seconds=config.comm.timeout_s)
-    devices = devices_here()
-    if problems := count_problems(config.device, devices, None):
-        raise ValueError(problems[0])
-    if devices.kind(config.device) == "cuda":
-        device = torch.device("cuda", devices.index(local_rank))
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **_meeting_of_round(timeout)
-        )
-        return device
-    dist.init_process_group("gloo", timeout=timeout, **_meeting_of_round(timeout))
-    return torch.device("cpu")
-
-
-def _meeting_of_round(timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks meet that torchrun has started again: the store that it keeps has addresses of dead ones."""
-    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if number == "0":
-        return {}
-    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
-
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return {
-        "store": PrefixStore(f"round-{number}", store),
-        "rank": rank,
-        "world_size": world_size,
-    }
 
 
 def build(config: TrainConfig, data: PreparedData, device: torch.device) -> Assembly:
@@ -220,7 +180,7 @@ def build_runtime(workload: Workload, model: BuiltModel, device: torch.device) -
         model.runtime_stages,
         model.schedule,
         group=model.mesh.pipeline,
-        reverse_group=model.mesh.pipeline_reverse,
+        make_group=among_rows(pipelines_of(model.mesh.config)),
         device=device,
         meter=model.axes.meter,
         reschedule=workload.schedule,

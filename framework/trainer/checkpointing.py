@@ -27,6 +27,7 @@ from counterflow.framework.trainer.resume_settings import settings_of
 from counterflow.framework.trainer.resume_source import agreed_checkpoint, checkpoints_of, clean_leftovers
 from counterflow.framework.trainer.run import RunContext
 from counterflow.parallel.collectives import set_timeout
+from counterflow.parallel.groups import timeout_of
 
 logger = logging.getLogger(__name__)
 _COMPRESSION = "compression."
@@ -100,9 +101,11 @@ def compression_layout(assembly: Assembly) -> dict[str, Any]:
 def patient(assembly: Assembly, doing: str) -> Iterator[None]:
     """Collectives over all ranks wait by checkpoint.timeout_s within, and an error says what they were `doing`.
 
-    What is within ends in a collective of all ranks, so that none waits for a slow one by comm.timeout_s after it.
+    What is within ends in a collective of all ranks, so that none waits for a slow one by the time-out before, which
+    holds again after it.
     """
     config, group = assembly.config, assembly.mesh.world
+    before = None if group is None else timeout_of(group)
     try:
         set_timeout(group, config.checkpoint.timeout_s)
         yield
@@ -114,7 +117,8 @@ def patient(assembly: Assembly, doing: str) -> Iterator[None]:
         )
         raise
     finally:
-        set_timeout(group, config.comm.timeout_s)
+        if before is not None:
+            set_timeout(group, before.total_seconds())
 
 
 def save_state(assembly: Assembly, run: RunContext, num_steps: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils import deterministic as deterministic_kernels
 
 from counterflow.framework.config.mapping import to_mapping
@@ -31,9 +30,9 @@ from counterflow.framework.metrics.status import Status
 from counterflow.framework.metrics.timeline import Timeline
 from counterflow.framework.metrics.timeline_render import write_files
 from counterflow.framework.trainer import checkpointing as run_checkpoint
-from counterflow.framework.trainer import rebalance
+from counterflow.framework.trainer import rebalance, rehearsal
 from counterflow.framework.trainer.assembly import Assembly
-from counterflow.framework.trainer.build import build, start_process_group
+from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.collector import frozen_objects
 from counterflow.framework.trainer.measure import (
     StepOutcome,
@@ -42,9 +41,11 @@ from counterflow.framework.trainer.measure import (
     step_record,
     timeline_is_due,
 )
+from counterflow.framework.trainer.process_group import process_group
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import begin_step, evaluate
 from counterflow.framework.trainer.stop import StopRequest, stop_on_sigterm
+from counterflow.parallel.groups import set_timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +140,21 @@ def run_rank(config: TrainConfig, run: RunContext) -> dict[str, Any] | None:
 
     The environment holds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
-    device = start_process_group(config, int(os.environ.get("LOCAL_RANK", "0")))
-    try:
-        with stop_on_sigterm(config.launcher.grace_s) as stop:
-            return _run(config, run, device, stop)
-    finally:
-        dist.destroy_process_group()
+    with (
+        process_group(config, int(os.environ.get("LOCAL_RANK", "0"))) as device,
+        stop_on_sigterm(config.launcher.grace_s) as stop,
+    ):
+        return _run(config, run, device, stop)
 
 
 def _run(
     config: TrainConfig, run: RunContext, device: torch.device, stop: StopRequest
 ) -> dict[str, Any] | None:
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic(device.type))
     with build(config, run.data, device) as assembly:
         first_step = run_checkpoint.resume(assembly, run)
+        if rehearsal.is_due(assembly):
+            rehearsal.rehearse(assembly, first_step)
         return _train_and_record(replace(assembly, stop=stop), run, first_step)
 
 
@@ -160,7 +162,7 @@ def _run(
 def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> dict[str, Any] | None:
     config = assembly.config
     if assembly.mesh.rank > 0:
-        for record in train(assembly, first_step):
+        for record in _started(train(assembly, first_step), config):
             run_checkpoint.save_if_due(assembly, run, record.step + 1)
         return None
     values = run.config_values or to_mapping(config)
@@ -190,7 +192,7 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
             log_picture(sinks, "timeline", paths["png"], timeline.step)
 
     try:
-        for record in train(assembly, first_step, take_timeline):
+        for record in _started(train(assembly, first_step, take_timeline), config):
             running.add(record)
             if record.moe is not None and not config.logger.keeps_loads_of(
                 record.step, config.training.num_steps
@@ -205,6 +207,7 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
             wandb_dir=wandb_dir(sinks),
             seconds=time.perf_counter() - started,
             kernels=assembly.kernels,
+            deterministic=config.is_deterministic(assembly.device.type),
             sink_failures=failures_of(sinks),
         )
         for sink in sinks:
@@ -220,6 +223,14 @@ def _train_and_record(assembly: Assembly, run: RunContext, first_step: int) -> d
     finally:
         close_sinks(sinks, status, config.logger.timeout_s)
     return dataclasses.asdict(summary) | {"sink_failures": failures_of(sinks)}
+
+
+def _started(records: Iterator[StepRecord], config: TrainConfig) -> Iterator[StepRecord]:
+    """`records`; behind the first, groups no longer wait as long as they do at the start."""
+    for number, record in enumerate(records):
+        if number == 0:
+            set_timeouts(config.comm.timeout_s)
+        yield record
 
 
 def _draw_loss(config: TrainConfig, run: RunContext) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from counterflow.framework.metrics.config import LoggerConfig
 from counterflow.framework.metrics.hardware import device_name, peak_flops
 from counterflow.framework.metrics.record import MoERecord, OffloadRecord, StepRecord
+from counterflow.framework.metrics.stragglers import slowest
 from counterflow.framework.metrics.timeline import Timeline, build_timeline
 from counterflow.framework.optim.step_guard import StepVerdict
 from counterflow.framework.trainer.assembly import Assembly
@@ -38,6 +39,10 @@ _EXPERT_AXES = ("expert", "expert_data")
 BYTE_AXES = ("tensor", "data", "pipeline", "world", *_EXPERT_AXES)
 
 
+# Fields of `RankStep` that are filled in where they are, so that the host waits for none of them alone.
+_ON_DEVICE = dict.fromkeys(("loss", "mtp_loss", "reduction_squares", "reduction_error_squares"), 0.0)
+
+
 class RankStep(NamedTuple):
     """What one rank measured in a step; every field is a number, gathered from all ranks as one vector.
 
@@ -47,6 +52,7 @@ class RankStep(NamedTuple):
     gather_bytes: sent to gather parameters.
     reduction_bytes to reduction_error_squares: see `ReductionReport`, added up over the units of this rank.
     offload_out_bytes to offload_peak_bytes: see `OffloadReport`; zero without offloading.
+    host_lead_s, host_starved: see `HostLead`; zero on a CPU.
     is_asked_to_stop: 1 where this rank has got SIGTERM.
     """
 
@@ -92,6 +98,8 @@ class RankStep(NamedTuple):
     offload_num_hits: float
     offload_num_unplanned: float
     offload_peak_bytes: float
+    host_lead_s: float = 0.0
+    host_starved: float = 0.0
     is_asked_to_stop: float = 0.0
 
     @property
@@ -160,13 +168,15 @@ class UnfinishedStep:
         )
 
 
-def gather_ranks(assembly: Assembly, loss: float, mtp_loss: float, trace: Trace) -> GatheredRanks:
-    """Start to gather what every rank measured in the step of `trace`; all ranks call this."""
+def gather_ranks(assembly: Assembly, loss: Tensor, mtp_loss: Tensor, trace: Trace) -> GatheredRanks:
+    """Start to gather what every rank measured in the step of `trace`; all ranks call this.
+
+    loss, mtp_loss: this rank's parts, which are not read here.
+    """
     sent = assembly.axes.meter.sent_bytes()
-    inflation = trace.inflation() or Inflation(0.0, 0.0)
+    inflation, lead = trace.inflation() or Inflation(0.0, 0.0), trace.host_lead
     mine = RankStep(
-        loss=loss,
-        mtp_loss=mtp_loss,
+        **_ON_DEVICE,
         step_s=trace.step_s,
         pipeline_s=trace.pipeline_s,
         span_s=trace.span_s,
@@ -181,9 +191,13 @@ def gather_ranks(assembly: Assembly, loss: float, mtp_loss: float, trace: Trace)
         **{f"{axis}_bytes": sent.get(axis, 0) for axis in BYTE_AXES},
         **_reductions(assembly),
         **_offload_report(assembly),
+        **({} if lead is None else {"host_lead_s": lead.lead_s, "host_starved": lead.starved_share}),
         is_asked_to_stop=assembly.stop is not None and assembly.stop.requested.is_set(),
     )
     vector = torch.tensor(mine, dtype=torch.float64, device=assembly.device)
+    on_device = {"loss": loss, "mtp_loss": mtp_loss, **_reduction_errors(assembly)}
+    for name, value in on_device.items():
+        vector[RankStep._fields.index(name)] = value
     everyone = torch.empty((assembly.axes.world.size, len(mine)), dtype=torch.float64, device=assembly.device)
     work = all_gather_into(everyone, vector, assembly.axes.world, async_op=True)
     return GatheredRanks(everyone=everyone, work=work)
@@ -197,8 +211,18 @@ def _reductions(assembly: Assembly) -> dict[str, float]:
         "gather_bytes": sum(unit.gathered_bytes for unit in units),
         "reduction_bytes": sum(each.sent_bytes for each in reports if each),
         "reduction_fp32_bytes": sum(each.fp32_bytes for each in reports if each),
-        "reduction_squares": sum(float(each.squares) for each in reports if each),
-        "reduction_error_squares": sum(float(each.error_squares) for each in reports if each),
+    }
+
+
+def _reduction_errors(assembly: Assembly) -> dict[str, Tensor]:
+    """What compressed reductions left out, and of what, as they are on the device."""
+    units = [unit for stage in assembly.stages.values() for unit in stage.units]
+    reports = [unit.report for unit in units if unit.report is not None]
+    if not reports:
+        return {}
+    return {
+        "reduction_squares": torch.stack([each.squares for each in reports]).double().sum(),
+        "reduction_error_squares": torch.stack([each.error_squares for each in reports]).double().sum(),
     }
 
 
@@ -241,8 +265,14 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
     step_s = max(rank.step_s for rank in ranks)
     makespan_s = max(rank.pipeline_s for rank in ranks)
     by_stage: list[list[RankStep]] = [[] for _ in range(config.parallel.pipeline_parallel_size)]
+    same_work: list[list[int]] = [[] for _ in by_stage]
     for index, rank in enumerate(ranks):
-        by_stage[config.parallel.coordinate_of(index).pipeline].append(rank)
+        stage = config.parallel.coordinate_of(index).pipeline
+        by_stage[stage].append(rank)
+        same_work[stage].append(index)
+    rank_busy_s = [rank.busy_s for rank in ranks]
+    slowest_rank = slowest(rank_busy_s, same_work)
+    is_on_gpu = assembly.device.type == "cuda"
     busy_s = tuple(_mean(rank.busy_s for rank in members) for members in by_stage)
     mean_busy_s = _mean(busy_s)
     accounts = [
@@ -282,6 +312,15 @@ def step_record(assembly: Assembly, outcome: StepOutcome) -> StepRecord:
             category: tuple(round(_mean(each[category] for each in of), 7) for of in accounts)
             for category in CATEGORIES
         },
+        rank_busy_s=tuple(round(each, 6) for each in rank_busy_s),
+        slowest_rank=slowest_rank.rank,
+        slowest_over_peers=slowest_rank.over_peers,
+        host_lead_s=tuple(min(rank.host_lead_s for rank in members) for members in by_stage)
+        if is_on_gpu
+        else None,
+        host_starved=tuple(max(rank.host_starved for rank in members) for members in by_stage)
+        if is_on_gpu
+        else None,
         bubble_measured=1 - mean_busy_s / makespan_s,
         bubble_measured_span=1 - mean_busy_s / max(rank.span_s for rank in ranks),
         bubble_simulated=bubble.simulated,

@@ -8,11 +8,12 @@ memory is neither kept nor compared, nor is any path.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from counterflow.framework.config.mapping import to_mapping
 from counterflow.framework.config.tree import TrainConfig
+from counterflow.framework.devices import device_kind
 
 _MODEL = "model."
 _TRAINS = (
@@ -58,10 +59,11 @@ class Comparison:
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of its run's config: plain values by dotted name."""
+    """What a checkpoint keeps of its run's config: plain values by dotted name, with what auto stood for."""
+    taken = replace(config, deterministic=config.is_deterministic(device_kind(config.device)))
     return {
         key: value
-        for key, value in _flat(to_mapping(config), "")
+        for key, value in _flat(to_mapping(taken), "")
         if key.startswith((_MODEL, *_TRAINS)) and not key.startswith(_LAYOUT)
     }
 

@@ -105,12 +105,13 @@ class TokenLoss:
 class BatchOutcome:
     """A global batch after its backward.
 
-    loss, mtp_loss: this rank's part of the loss and of that of further predictions (see `TokenLoss`).
+    loss, mtp_loss: this rank's part of the loss and of that of further predictions (see `TokenLoss`), on the device:
+    the host waits for it where it reads them, which it does with everything else that the step measured.
     moe: what the routers of the whole model did, the same on every rank; None: it has none.
     """
 
-    loss: float
-    mtp_loss: float
+    loss: Tensor
+    mtp_loss: Tensor
     moe: MoERecord | None
 
 
@@ -174,8 +175,8 @@ def forward_backward(
     # Tensor-parallel ranks all compute the loss; it is counted once.
     is_counted = assembly.axes.tensor.rank == 0
     return BatchOutcome(
-        loss=float(loss_fn.loss) if is_counted else 0.0,
-        mtp_loss=float(loss_fn.mtp_loss) if is_counted else 0.0,
+        loss=loss_fn.loss if is_counted else torch.zeros_like(loss_fn.loss),
+        mtp_loss=loss_fn.mtp_loss if is_counted else torch.zeros_like(loss_fn.mtp_loss),
         moe=routing,
     )
 

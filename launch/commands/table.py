@@ -6,6 +6,7 @@ from counterflow.launch.command import Command
 from counterflow.launch.commands import (
     balance,
     bench,
+    doctor,
     memory,
     parity,
     plan,
@@ -18,5 +19,17 @@ from counterflow.launch.commands import (
 
 COMMANDS: dict[str, Command] = {
     module.COMMAND.name: module.COMMAND
-    for module in (train, simulate, plan, reproduce, profile, parity, memory, timeline, balance, bench)
+    for module in (
+        train,
+        simulate,
+        plan,
+        reproduce,
+        profile,
+        parity,
+        memory,
+        timeline,
+        balance,
+        bench,
+        doctor,
+    )
 }

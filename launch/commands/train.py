@@ -60,7 +60,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
     from counterflow.launch.preflight import check_environment, refuse_restart
     from counterflow.launch.printing import say
     from counterflow.launch.ranks.environment import joined_rank
-    from counterflow.launch.runs import prepare_run, short_path, summary
+    from counterflow.launch.runs import environment_of_ranks, prepare_run, short_path, summary
 
     started_at = time.time()
     joined = joined_rank(os.environ)
@@ -104,6 +104,7 @@ def run(config: TrainConfig, options: LaunchOptions) -> dict[str, Any] | None:
                 hidden=context.hidden,
                 threads_per_rank=config.launcher.threads_per_rank,
                 grace_s=config.launcher.grace_s,
+                environment=environment_of_ranks(config, context.run_dir),
             )[0]
 
         result, restarts = with_restarts(config, context.run_dir, start, say=say)

@@ -58,6 +58,7 @@ class _RankPlan:
     num_ranks: int
     num_threads: int
     hidden: Mapping[str, str]
+    environment: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -77,12 +78,15 @@ def run_local(
     threads_per_rank: int | None = None,
     grace_s: float = 5.0,
     hidden: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """`entry(*args)` on `num_ranks` local processes; what each returned, by rank (must pickle).
 
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and ignores SIGINT: the launcher
     decides. SIGTERM ends it, unless it installs a handler; then it has `grace_s` before SIGKILL.
     hidden: what stands in messages and tracebacks in place of a value (framework/redaction.py, `hidden_values`).
+
+    environment: variables that each rank has besides, before it does anything.
 
     Every port that the launcher and its ranks listen on is of the loopback address (launch/ranks/loopback.py).
 
@@ -126,6 +130,7 @@ def run_local(
         num_ranks=num_ranks,
         num_threads=threads_per_rank or max(1, _num_cores() // num_ranks),
         hidden=hidden or {},
+        environment=environment or {},
     )
     stop = _Stop()
     watcher = _Watcher(control_dir, num_ranks, grace_s, stop, reports)
@@ -164,7 +169,7 @@ def _rank_main(entry: Callable[..., Any], args: Sequence[Any], plan: _RankPlan) 
     logging.disable(logging.NOTSET)
     # The tokenizer library warns when it finds itself in a forked process, unless this is set.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.update(socket_environment())
+    os.environ.update({**socket_environment(), **plan.environment})
     rank = int(os.environ["RANK"])
     (plan.control_dir / f"pid-{rank}").write_text(str(os.getpid()))
     _wait_for_all_ranks(plan)

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from counterflow.framework.errors import ConfigError
 
@@ -127,6 +128,47 @@ def socket_environment() -> Mapping[str, str]:
     """What a local rank's environment holds, whatever the user's says, so that its collectives stay on this machine."""
     interface = "lo" if sys.platform == "linux" else "lo0"
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+
+
+def cuda_environment(environment: Mapping[str, str], *, deterministic: bool = False) -> Mapping[str, str]:
+    """What a rank on a GPU needs besides, before CUDA is started there; what the user has set stays.
+
+    Kernels are loaded at the start, since one that is loaded at its first use may wait for a receive that is posted.
+    Memory comes in segments that grow, so that seldom any has to be freed, which waits as well. deterministic: cuBLAS
+    gives the same result every time only with a workspace of a fixed size, and torch refuses it without.
+    """
+    workspace = {("CUBLAS_WORKSPACE_CONFIG",): ":4096:8"} if deterministic else {}
+    return _unset(
+        environment,
+        {
+            **workspace,
+            ("CUDA_MODULE_LOADING",): "EAGER",
+            ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+        },
+    )
+
+
+def flight_recorder_environment(environment: Mapping[str, str], run_dir: Path) -> Mapping[str, str]:
+    """Lets torch record the last operations of every NCCL group, and write them to `run_dir` where one waits too long.
+
+    The files are nccl-<rank>, read by `python -m torch.distributed.flight_recorder.fr_trace`. What the user has set
+    stays.
+    """
+    return _unset(
+        environment,
+        {
+            ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+            ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(run_dir / "nccl-"),
+            ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        },
+    )
+
+
+def _unset(environment: Mapping[str, str], wanted: Mapping[tuple[str, ...], str]) -> dict[str, str]:
+    """`wanted` by the first of its names, without what stands in `environment` under any of them."""
+    return {
+        names[0]: value for names, value in wanted.items() if not any(name in environment for name in names)
+    }
 
 
 def first_host(nodelist: str) -> str:

@@ -19,8 +19,9 @@ here depends on the thread it runs in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -121,17 +122,20 @@ class ExpertParallel:
         return ExpertTable(
             rank=table[:, 0].contiguous(),
             slot=table[:, 1].contiguous(),
+            order=torch.tensor(_own_last(self.axis), device=device),
             num_turns=torch.tensor([len(each) for each in in_turn], device=device) if width > 1 else None,
         )
 
 
 class ExpertTable(NamedTuple):
     """rank, slot: int64 [E * n]: on which rank of the expert axis, and where there, the tokens of this rank find
-    each expert, in turn. num_turns: int64 [E], how many of the n turns of an expert count; None: there is one.
+    each expert, in turn. order: int64 [ranks], see `_own_last`. num_turns: int64 [E], how many of the n turns of an
+    expert count; None: there is one.
     """
 
     rank: Tensor
     slot: Tensor
+    order: Tensor
     num_turns: Tensor | None = None
 
     def find(self, choice: Tensor, kept: Tensor | None) -> Tensor:
@@ -233,36 +237,35 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingExchange:
-    """An exchange whose sizes are under way. known_counts: both of them, in a dry run."""
+    """An exchange whose sizes are under way.
+
+    counts: int64 [2, ranks, 2], rows and pairs to and from each rank, the latter once `work` is done. rows: the tokens
+    and slots of `Exchange`, from how many they are. known_counts: `counts` as numbers, in a dry run.
+    """
 
     experts: ExpertParallel
-    tokens: Tensor
-    slots: Tensor
     num_tokens: int
-    sent_counts: Tensor
-    received_counts: Tensor
+    counts: Tensor
+    rows: Callable[[int], tuple[Tensor, Tensor]]
     work: dist.Work | None
     link_bytes: list[int]
-    known_counts: list[list[int]] | None = None
+    known_counts: list[list[list[int]]] | None = None
 
     def finish(self) -> Exchange:
-        """Return once it is known how many rows come from each rank."""
+        """Return once it is known how many rows come from each rank: the one moment at which the host waits."""
         self.experts.wait_here(self.work)
         own = self.experts.axis.rank
-        if self.known_counts is not None:
-            sent, received = [rows for rows, _ in self.known_counts], self.known_counts
-        else:
-            sent = self.sent_counts[:, 0].tolist()
-            received = self.received_counts.tolist()
+        sent, received = self.known_counts or cast("list[list[list[int]]]", self.counts.tolist())
+        tokens, slots = self.rows(sum(rows for rows, _ in sent))
         others = range(len(sent))
         return Exchange(
             experts=self.experts,
-            tokens=self.tokens,
-            slots=self.slots,
+            tokens=tokens,
+            slots=slots,
             num_tokens=self.num_tokens,
-            sent=tuple(0 if rank == own else sent[rank] for rank in others),
+            sent=tuple(0 if rank == own else sent[rank][0] for rank in others),
             received=tuple(0 if rank == own else received[rank][0] for rank in others),
-            num_kept=sent[own],
+            num_kept=sent[own][0],
             num_pairs=sum(pairs for _, pairs in received),
             link_bytes=self.link_bytes,
         )
@@ -295,26 +298,26 @@ def begin_exchange(
     goes = goes.scatter_(1, rank_of_choice, True)[:, : axis.size]
     pairs = torch.zeros(axis.size + 1, dtype=torch.int64, device=device)
     pairs.scatter_add_(0, rank_of_choice.flatten(), torch.ones_like(rank_of_choice).flatten())
-    sent_counts = torch.stack((goes.sum(0), pairs[: axis.size]), dim=1)
-    received_counts = torch.empty_like(sent_counts)
+    counts = torch.empty(2, axis.size, 2, dtype=torch.int64, device=device)
+    sent_counts, received_counts = counts
+    torch.stack((goes.sum(0), pairs[: axis.size]), dim=1, out=sent_counts)
     work = all_to_all_into(received_counts, sent_counts, axis, async_op=True)
     if rank_pairs is not None:
         rank_pairs += pairs[: axis.size]
 
-    # This rank's own rows come last: what is received is then one contiguous range before them.
-    order = torch.tensor(
-        [rank for rank in range(axis.size) if rank != axis.rank] + [axis.rank], device=device
-    )
-    position, tokens = goes.t()[order].nonzero(as_tuple=True)
-    here = rank_of_choice[tokens] == order[position, None]
-    slots = table.slot[place[tokens]].masked_fill(~here, -1).to(torch.int32)
+    @torch.no_grad()
+    def rows(num_rows: int) -> tuple[Tensor, Tensor]:
+        # Their number is known from the counts: asked for it, the device would have to be waited for once more.
+        found = torch.nonzero_static(goes.t()[table.order], size=num_rows)
+        position, tokens = found.unbind(1)
+        here = rank_of_choice[tokens] == table.order[position, None]
+        return tokens, table.slot[place[tokens]].masked_fill(~here, -1).to(torch.int32)
+
     return PendingExchange(
         experts=experts,
-        tokens=tokens,
-        slots=slots,
         num_tokens=num_tokens,
-        sent_counts=sent_counts,
-        received_counts=received_counts,
+        counts=counts,
+        rows=rows,
         work=work,
         link_bytes=[0] * axis.size if link_bytes is None else link_bytes,
     )
@@ -330,23 +333,26 @@ def _without_values(experts: ExpertParallel, choice: Tensor, link_bytes: list[in
         rank_of_choice = torch.arange(num_tokens * num_choices).view(num_tokens, num_choices) % axis.size
         goes = torch.zeros(num_tokens, axis.size, dtype=torch.bool).scatter_(1, rank_of_choice, True)
         pairs = torch.bincount(rank_of_choice.flatten(), minlength=axis.size)
-        counts = torch.stack((goes.sum(0), pairs), dim=1)
-        order = torch.tensor([rank for rank in range(axis.size) if rank != axis.rank] + [axis.rank])
+        counts = torch.stack((goes.sum(0), pairs), dim=1).expand(2, -1, -1)
+        order = torch.tensor(_own_last(axis))
         position, tokens = goes.t()[order].nonzero(as_tuple=True)
         here = rank_of_choice[tokens] == order[position, None]
         slots = torch.where(here, 0, -1).to(torch.int32)
-        known_counts: list[list[int]] = counts.tolist()
+        known_counts: list[list[list[int]]] = counts.tolist()
     return PendingExchange(
         experts=experts,
-        tokens=tokens,
-        slots=slots,
         num_tokens=num_tokens,
-        sent_counts=counts,
-        received_counts=counts,
+        counts=counts,
+        rows=lambda _: (tokens, slots),
         known_counts=known_counts,
         work=None,
         link_bytes=[0] * axis.size if link_bytes is None else link_bytes,
     )
+
+
+def _own_last(axis: Axis) -> list[int]:
+    """Ranks in the order of their rows; this one's last: what is received is then one contiguous range before them."""
+    return [rank for rank in range(axis.size) if rank != axis.rank] + [axis.rank]
 
 
 def dispatch(x: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from threading import Condition
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +44,17 @@ class _State(Enum):
 
 
 class _Entry:
-    """A unit and where it is. is_out: its copy out is done. away_bytes: what that freed."""
+    """A unit and where it is. is_out: its copy out is done. away_bytes: what that freed.
 
-    __slots__ = ("away_bytes", "is_out", "region", "state", "unit")
+    is_borrowed: it has come back, and the allocator does not know yet that the computation uses its memory.
+    """
+
+    __slots__ = ("away_bytes", "is_borrowed", "is_out", "region", "state", "unit")
 
     def __init__(self, unit: SavedUnit) -> None:
         self.unit = unit
         self.state = _State.HERE
-        self.is_out = False
+        self.is_out = self.is_borrowed = False
         self.away_bytes = 0
         self.region: Region | None = None
 
@@ -104,7 +106,10 @@ class Offloader:
         self._is_demanded = self._is_closing = self._has_warned = False
         self._counts = Counter[str]()
         self._recorder: Recorder | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One for each direction: a link carries both at once.
+        self._out_stream, self._back_stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
+        )
 
     @property
     def report(self) -> OffloadReport:
@@ -190,14 +195,17 @@ class Offloader:
             self._num_leaving += 1
         if self._out is None:
             self._out = self._lane("activations out")
-        issued = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        stream = self._out_stream
+        issued: torch.Event | None = None
+        if stream is not None:
+            issued = torch.cuda.current_stream(self._device).record_event()
 
         begin = 0.0
 
         def copy() -> int:
             nonlocal begin
             begin = time.perf_counter()
-            with self._copying(issued):
+            with _copying(stream, issued):
                 return entry.unit.copy_out(region.memory())
 
         def done() -> None:
@@ -242,13 +250,15 @@ class Offloader:
             begin = time.perf_counter()
             if self._is_over:
                 return 0
-            with self._copying(None):
+            with _copying(self._back_stream):
                 return entry.unit.copy_in(region.memory(), self._device)
 
         def done() -> None:
             self._record(Kind.RELOAD, stage, microbatch, begin)
             with self._changed:
-                entry.state, entry.region = _State.HERE, None
+                # Before its state, which a fetch reads without waiting.
+                entry.region, entry.is_borrowed = None, True
+                entry.state = _State.HERE
                 self._tier.give_back(region)
                 self._counts["back_bytes"] += entry.unit.moving_bytes
                 self._changed.notify_all()
@@ -264,6 +274,7 @@ class Offloader:
         self._counts["num_uses"] += 1
         if entry.state is _State.HERE:
             self._counts["num_hits"] += 1
+            self._keep_for_use(entry)
             return False
         if entry.state is _State.AWAY:
             self._counts["num_unplanned"] += 1
@@ -275,12 +286,16 @@ class Offloader:
             self._changed.wait_for(lambda: self._failure is not None or entry.state is _State.HERE)
             self._is_demanded = False
             self._raise_failure()
-        if self._stream is not None:
-            # Their memory is the copying stream's, and is not to be used again before the backward is through.
+        self._keep_for_use(entry)
+        return True
+
+    def _keep_for_use(self, entry: _Entry) -> None:
+        """What has come back is in memory of the copying stream, which may use it again only after the backward."""
+        if self._back_stream is not None and entry.is_borrowed:
             stream = torch.cuda.current_stream(self._device)
             for tensor in entry.unit.memories():
                 tensor.record_stream(stream)
-        return True
+            entry.is_borrowed = False
 
     def release(self, stage: int, microbatch: int) -> None:
         """After a backward: the unit is gone."""
@@ -343,18 +358,18 @@ class Offloader:
         if self._failure is not None:
             raise self._failure
 
-    @contextmanager
-    def _copying(self, issued: Any) -> Generator[None]:
-        """Copies made within are complete at its end. issued: what must be through before they begin."""
-        stream = self._stream
-        if stream is None:
-            yield
-            return
-        with torch.cuda.stream(stream):
-            if issued is not None:
-                stream.wait_event(issued)
-            yield
-        stream.synchronize()
+
+@contextmanager
+def _copying(stream: torch.cuda.Stream | None, issued: torch.Event | None = None) -> Generator[None]:
+    """Copies made within are complete at its end. issued: what must be through before they begin."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        if issued is not None:
+            stream.wait_event(issued)
+        yield
+    stream.synchronize()
 
 
 def _nothing() -> None: ...

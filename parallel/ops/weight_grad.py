@@ -324,11 +324,23 @@ def grouped_weight_gradient(x: Tensor, grad_output: Tensor, ends: Tensor) -> Ten
     if is_dry(x):
         return x.new_empty(len(ends), grad_output.shape[1], x.shape[1])
     if _fits_grouped_mm(x, (x.shape[1], grad_output.shape[1])):
-        return F.grouped_mm(grad_output.contiguous().t(), x.contiguous(), offs=ends)
+        found = F.grouped_mm(grad_output.contiguous().t(), x.contiguous(), offs=ends)
+        return _without_empty(found, ends) if _skips_empty_groups(x.device) else found
     out = x.new_zeros(len(ends), grad_output.shape[1], x.shape[1])
     for group, (start, stop) in enumerate(_ranges(ends)):
         torch.mm(grad_output[start:stop].t(), x[start:stop], out=out[group])
     return out
+
+
+def _skips_empty_groups(device: torch.device) -> bool:
+    """Whether the kernel may leave what was in memory before where a group has no rows (pytorch 172439, on B200)."""
+    return device.type == "cuda"
+
+
+def _without_empty(gradient: Tensor, ends: Tensor) -> Tensor:
+    """`gradient` [E, ..] with zeros for the groups without rows, in place; nothing of it is read by the host."""
+    is_empty = torch.diff(ends, prepend=torch.zeros_like(ends[:1])) == 0
+    return gradient.masked_fill_(is_empty.view(-1, *[1] * (gradient.dim() - 1)), 0)
 
 
 def _ranges(ends: Tensor) -> pairwise[tuple[int, int]]:

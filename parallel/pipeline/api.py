@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterflow.parallel.collectives import Axis, broadcast
-from counterflow.parallel.groups import destroy_group, new_group
+from counterflow.parallel.groups import MakeGroup, among, destroy_group
 from counterflow.parallel.pipeline.analysis.passes import lower
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import COMPUTE, Schedule
@@ -42,13 +42,15 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """This rank's part of a pipeline over plain modules. Built by `build_pipeline`; a context manager that closes it.
 
-    step, evaluate: those of the `Runtime`. groups: process groups that were made for it, which `close` destroys.
+    step, evaluate, rehearse: those of the `Runtime`. groups: process groups that were made for it, which `close`
+    destroys.
     """
 
     def __init__(self, runtime: Runtime, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.runtime = runtime
         self.step = runtime.step
         self.evaluate = runtime.evaluate
+        self.rehearse = runtime.rehearse
         self._groups = list(groups)
 
     def close(self) -> None:
@@ -157,8 +159,10 @@ def build_pipeline(
     groups: list[dist.ProcessGroup] = []
     stages: dict[int, Stage] = {}
     plain: dict[int, PlainParameters] = {}
+    make_group = None if group is None or num_ranks == 1 else among(group)
+    mirrors = _mirror_groups(lowered, make_group)
     for index, module in modules.items():
-        mirror = _mirror_group(lowered, index, group)
+        mirror = mirrors[index]
         if mirror is not None:
             groups.append(mirror)
             for tensor in (*module.parameters(), *module.buffers()):
@@ -166,11 +170,6 @@ def build_pipeline(
         plain[index] = PlainParameters(module, mirror, apart=apart, shared=shared.get(index, ()))
         stages[index] = Stage(index, module, plain[index])
         _log_adoption(stages[index])
-    # NCCL orders what one communicator does, and the two directions need not be in step; gloo goes by tags.
-    reverse_group = group
-    if group is not None and num_ranks > 1 and "nccl" in str(dist.get_backend(group)):
-        reverse_group = _same_ranks(group)
-        groups.append(reverse_group)
 
     def forget_zeros(unreached: range) -> None:
         for index in set(unreached) & set(plain):
@@ -180,7 +179,7 @@ def build_pipeline(
         stages,
         lowered,
         group=group,
-        reverse_group=reverse_group,
+        make_group=make_group,
         device=device,
         reschedule=reschedule,
         uniform_shapes=uniform_shapes,
@@ -199,20 +198,14 @@ def _copy_from_first(tensor: Tensor, mirror: dist.ProcessGroup) -> None:
         tensor.data.copy_(values)
 
 
-def _mirror_group(
-    schedule: Schedule, stage: int, group: dist.ProcessGroup | None
-) -> dist.ProcessGroup | None:
-    """The ranks with a copy of `stage`; None where there is one."""
-    replicas = schedule.replicas_of(stage)
-    if group is None or len(replicas) == 1:
-        return None
-    ranks = [dist.get_global_rank(group, rank) for rank in replicas]
-    return new_group(ranks, f"mirror of stage {stage}")
-
-
-def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = [dist.get_global_rank(group, rank) for rank in range(group.size())]
-    return new_group(ranks, "pipeline, reverse")
+def _mirror_groups(schedule: Schedule, make_group: MakeGroup | None) -> list[dist.ProcessGroup | None]:
+    """For each stage the ranks with a copy of it; None where there is one, or this rank has none."""
+    if make_group is None:
+        return [None] * schedule.num_stages
+    return [
+        make_group(replicas, f"mirror of stage {stage}") if len(replicas) > 1 else None
+        for stage, replicas in enumerate(map(schedule.replicas_of, range(schedule.num_stages)))
+    ]
 
 
 def _log_adoption(stage: Stage) -> None:

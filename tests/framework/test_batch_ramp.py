@@ -48,7 +48,7 @@ def run_steps(
     config: TrainConfig, run: RunContext, stop_after: int | None = None
 ) -> tuple[list[StepRecord], list[int]]:
     """The records, and how many micro-batches the timeline of each step shows."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     records: list[StepRecord] = []
     shown: list[int] = []

@@ -94,7 +94,7 @@ def test_trains_like_with_whole_logits(
 
 def measured_peak(config: TrainConfig, run: RunContext) -> int:
     """The most that autograd keeps at once on this rank during a step."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     forward_backward(assembly, 0, Recorder(assembly.device))  # makes the tables of positions
     with saved_bytes(nn.ModuleList(assembly.modules)) as meter:

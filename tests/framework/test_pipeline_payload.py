@@ -24,7 +24,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def steps(config: TrainConfig, run: RunContext) -> list[tuple[float, float, int]]:
     """Of each step: loss, gradient norm, bytes between stages."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     return [
         (record.loss, record.grad_norm, record.bytes_by_axis["pipeline"]) for record in train(assembly, 0)

@@ -100,7 +100,7 @@ def spoil(optimizer: ModelOptimizer, factors: dict[int, float], rank: int | None
 def run_steps(
     config: TrainConfig, run: RunContext, factors: dict[int, float], spoiled_rank: int | None = None
 ) -> Outcome:
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     optimizer = assembly.optimizer
     spoil(optimizer, factors, spoiled_rank)

@@ -231,6 +231,7 @@ def late_rank(size: int) -> list[str]:
             assert note == f"in {name} over the replica axis, of ranks {', '.join(map(str, range(size)))}"
             told.append(note)
     dist.barrier()
+    assert group is not None
     destroy_group(group)
     return told
 

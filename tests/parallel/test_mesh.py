@@ -111,7 +111,7 @@ def _sum_over_axes() -> dict[str, float]:
         MeshConfig(pipeline_parallel_size=2, data_parallel_size=2, tensor_parallel_size=2), mirrored=True
     )
     sums: dict[str, float] = {}
-    for axis in ("tensor", "pipeline", "pipeline_reverse", "replica", "world"):
+    for axis in ("tensor", "pipeline", "replica", "world"):
         value = torch.tensor(float(mesh.rank))
         dist.all_reduce(value, group=getattr(mesh, axis))
         sums[axis] = value.item()
@@ -121,7 +121,7 @@ def _sum_over_axes() -> dict[str, float]:
 def test_groups_hold_the_right_ranks(ranks: RankPool) -> None:
     results = ranks.run(_sum_over_axes, 8)
     assert results[0] == {
-        "tensor": 1, "pipeline": 4, "pipeline_reverse": 4, "replica": 0 + 2 + 4 + 6, "world": 28,
+        "tensor": 1, "pipeline": 4, "replica": 0 + 2 + 4 + 6, "world": 28,
     }  # fmt: skip
     assert results[7]["replica"] == 1 + 3 + 5 + 7
 

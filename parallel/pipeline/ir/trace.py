@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from counterflow.parallel.pipeline.ir.host_lead import HostLead, Issued, host_lead
+
 
 class Activity(StrEnum):
     """What an interval was spent on; its name in lower case is the category of the account.
@@ -104,6 +106,7 @@ class Trace:
     intervals: in the order of their ends, those within another one before it.
     peak_held_weight_grad_bytes: kept for deferred weight gradients, over all stages of the rank at once.
     copies: of offloaded activations, in the order of their ends; no part of the account.
+    host_lead: how far the host ran ahead of a GPU; None on a CPU, which is its own host.
     """
 
     start_s: float = 0.0
@@ -114,6 +117,7 @@ class Trace:
     peak_live_activations: int = 0
     peak_held_weight_grad_bytes: int = 0
     copies: tuple[CopyInterval, ...] = ()
+    host_lead: HostLead | None = None
 
     @property
     def pipeline_s(self) -> float:
@@ -214,6 +218,13 @@ def exclusive(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
+class _Mark(NamedTuple):
+    """A moment on a GPU: an event of its stream, and when the host put it there."""
+
+    event: torch.cuda.Event
+    host_s: float
+
+
 class Recorder:
     """Marks the intervals of one step, which begins where it is made.
 
@@ -281,6 +292,16 @@ class Recorder:
             peak_live_activations=self.peak_live_activations,
             peak_held_weight_grad_bytes=self.peak_held_weight_grad_bytes,
             copies=tuple(self._copies),
+            host_lead=self._host_lead() if self._is_cuda else None,
+        )
+
+    def _host_lead(self) -> HostLead | None:
+        return host_lead(
+            [
+                Issued(self._since_start(begin), self._since_start(end), end.host_s - self._start_s)
+                for activity, _, _, begin, end in self._marks
+                if activity in COMPUTE_ACTIVITIES
+            ]
         )
 
     def now(self) -> Any:
@@ -288,12 +309,12 @@ class Recorder:
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            return event
+            return _Mark(event, time.perf_counter())
         return time.perf_counter()
 
     def _since_start(self, mark: Any) -> float:
         if self._is_cuda:
-            return float(self._start.elapsed_time(mark)) / 1e3
+            return float(self._start.event.elapsed_time(mark.event)) / 1e3
         return float(mark - self._start)
 
 

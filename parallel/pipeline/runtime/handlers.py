@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -57,6 +57,15 @@ class Handlers:
     def begin(self, state: StepState, recorder: Recorder) -> None:
         """What follows is of this step."""
         self.state, self.recorder = state, recorder
+
+    @contextmanager
+    def without_offloading(self) -> Generator[None]:
+        """Activations stay where they are."""
+        offloader, self._offloader = self._offloader, None
+        try:
+            yield
+        finally:
+            self._offloader = offloader
 
     # What others wait for comes first in each handler: after an idle wait every line costs cache misses.
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
-from counterflow.parallel.groups import destroy_group, new_group
+from counterflow.parallel.groups import MakeGroup, among, destroy_group
 from counterflow.parallel.memory_parts import memory_of
 from counterflow.parallel.pipeline.ir.action import SENDS, Kind, Schedule
 from counterflow.parallel.pipeline.ir.dependencies import channel_of
@@ -133,9 +133,21 @@ class Channel(NamedTuple):
     def tag(self) -> int:
         return 2 * self.stage + (self.kind is Kind.SEND_B)
 
+    @property
+    def text(self) -> str:
+        return f"{'activations' if self.kind is Kind.SEND_F else 'gradients'} into stage {self.stage}"
+
 
 # Per pipeline rank: a peer that lags more would exceed the live activations that schedules are verified for.
 _MAX_UNANSWERED = 4
+
+
+def channels_need_groups(device: torch.device) -> bool:
+    """Whether each channel needs a communicator of its own.
+
+    gloo tells channels apart by tags; NCCL knows no tags and matches messages in the order of one communicator.
+    """
+    return device.type == "cuda"
 
 
 def channels_of(schedule: Schedule) -> list[tuple[int, int, Channel]]:
@@ -196,16 +208,14 @@ class _Outgoing:
 class Transport:
     """Sends and receives of one rank along the pipeline axis.
 
-    group carries messages to higher ranks of the pipeline, reverse_group to lower ones; peers are ranks
-    within the group. Bytes are counted under the axis name `pipeline`. chunk_bytes: larger tensors travel as
-    several messages (see Note [Chunks]), the same on every rank; None: each as one. payload: in what precision tensors
-    travel, the same on every rank; None: in their own.
+    Peers are ranks within `group`. Bytes are counted under the axis name `pipeline`. chunk_bytes: larger tensors travel
+    as several messages (see Note [Chunks]), the same on every rank; None: each as one. payload: in what precision
+    tensors travel, the same on every rank; None: in their own.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        reverse_group: dist.ProcessGroup | None,
         *,
         device: torch.device,
         meter: ByteMeter | None = None,
@@ -213,7 +223,7 @@ class Transport:
         payload: Payload | None = None,
     ) -> None:
         self._chunk_bytes, self._payload = chunk_bytes, payload
-        self._group, self._reverse_group, self._meter = group, reverse_group, meter
+        self._group, self._meter = group, meter
         self.device = device
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
@@ -221,39 +231,55 @@ class Transport:
         self._incoming: dict[tuple[int, Channel], _Incoming] = {}
         self._outgoing: dict[tuple[int, Channel], _Outgoing] = {}
 
-    def connect(self, schedule: Schedule) -> None:
+    def connect(self, schedule: Schedule, make_group: MakeGroup | None = None) -> None:
         """Set up the communicators of `schedule` now, so that the first step does not pay for it.
 
-        Every rank of the pipeline calls this. gloo tells channels apart by tags; NCCL knows no tags and matches
-        messages in the order of one communicator, so each channel there gets its own.
+        Every rank of the pipeline calls this, and each of its channels has been used once at the end: in one order on
+        all ranks, since a rank may wait in a channel's first use for the other end to come to it. make_group: makes
+        groups within the pipeline; None: where ranks outside it do not follow.
         """
-        for group in (self._group, self._reverse_group):
-            if group is not None and group.size() > 1:
-                all_reduce(torch.zeros((), device=self.device), Axis(group=group, name="pipeline"))
-        if self.device.type != "cuda" or self._group is None:
+        if self._group is None or self.size == 1:
             return
-        for source, destination, channel in channels_of(schedule):
-            if self.rank in (source, destination):
-                ranks = [dist.get_global_rank(self._group, rank) for rank in (source, destination)]
-                group = new_group(ranks, f"pipeline {source} to {destination}: {channel}")
-                self._own[source, destination, channel] = group
-                all_reduce(torch.zeros((), device=self.device), Axis(group=group, name="pipeline"))
+        all_reduce(torch.zeros((), device=self.device), Axis(group=self._group, name="pipeline"))
+        channels = channels_of(schedule)
+        if channels_need_groups(self.device):
+            make_group = make_group or among(self._group)
+            for source, destination, channel in channels:
+                # On every rank, whether the channel is its or not.
+                own = make_group(
+                    sorted((source, destination)),
+                    f"pipeline {source} to {destination}: {channel.text}",
+                    device_type=self.device.type,
+                )
+                if own is not None:
+                    self._own[source, destination, channel] = own
+        for source, destination, channel in channels:
+            self._open(source, destination, channel)
+
+    def _open(self, source: int, destination: int, channel: Channel) -> None:
+        """Use a channel of this rank once. NCCL connects two ranks at their first message, which blocks the host."""
+        message = torch.zeros(1, device=self.device)
+        if self.rank == source:
+            group, peer = self._link(destination, channel)
+            group.send([message], peer, channel.tag).wait()
+        elif self.rank == destination:
+            group, peer = self._link(source, channel, receiving=True)
+            group.recv([message], peer, channel.tag).wait()
 
     def close(self) -> None:
         """Destroy the communicators that `connect` made, and let go of the others."""
-        self._group = self._reverse_group = None
+        self._group = None
         while self._own:
             destroy_group(self._own.popitem()[1])
 
     def _link(self, peer: int, channel: Channel, *, receiving: bool = False) -> tuple[dist.ProcessGroup, int]:
         """The communicator of a channel to (from, where `receiving`) `peer`, and the peer's rank in it."""
-        ends = (peer, self.rank) if receiving else (self.rank, peer)
-        own = self._own.get((*ends, channel))
+        own = self._own.get((peer, self.rank, channel) if receiving else (self.rank, peer, channel))
         if own is not None:
             return own, int(peer > self.rank)
-        group = self._group if ends[0] < ends[1] else self._reverse_group
-        assert group is not None, "a schedule over several ranks needs a process group"
-        return group, peer
+        assert self._group is not None, "a schedule over several ranks needs a process group"
+        assert not self._own, "a channel that the schedule did not have when it was connected"
+        return self._group, peer
 
     def incoming(self, peer: int, channel: Channel) -> _Incoming:
         return self._incoming.setdefault((peer, channel), _Incoming())

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterflow.parallel.collectives import Axis, ByteMeter, all_reduce
+from counterflow.parallel.groups import MakeGroup
 from counterflow.parallel.offload.offloader import Offloader
+from counterflow.parallel.pipeline.analysis.first_use import serial
 from counterflow.parallel.pipeline.analysis.passes import forward_only, passes_after, why_not_overlapped
 from counterflow.parallel.pipeline.analysis.verify import verify
 from counterflow.parallel.pipeline.ir.action import Action, Kind, Schedule
@@ -65,8 +67,8 @@ class StepResult:
 class Runtime:
     """Executes a lowered schedule over this rank's stages.
 
-    stages: this rank's stages by index. group, reverse_group: the ranks of the pipeline, in order, for
-    messages to higher and to lower ranks; None: one process.
+    stages: this rank's stages by index. group: the ranks of the pipeline, in order; None: one process.
+    make_group: makes groups within the pipeline (`Transport.connect`); None: where ranks outside do not follow.
     reschedule: the lowered schedule for another number of micro-batches, for steps that have another.
     uniform_shapes: False where a stage's output shape depends on values; each activation then carries its
     shape, at the price of one more message.
@@ -87,7 +89,7 @@ class Runtime:
         schedule: Schedule,
         *,
         group: dist.ProcessGroup | None = None,
-        reverse_group: dist.ProcessGroup | None = None,
+        make_group: MakeGroup | None = None,
         device: torch.device | None = None,
         meter: ByteMeter | None = None,
         reschedule: Callable[[int], Schedule] | None = None,
@@ -101,7 +103,6 @@ class Runtime:
         self.device = device or torch.device("cpu")
         self.transport = Transport(
             group,
-            reverse_group or group,
             device=self.device,
             meter=meter,
             chunk_bytes=p2p_chunk_bytes,
@@ -147,7 +148,7 @@ class Runtime:
             offloader=offloader,
             recorder=Recorder(self.device),
         )
-        self.transport.connect(schedule)
+        self.transport.connect(schedule, make_group)
 
     def schedule_for(self, num_microbatches: int | None) -> Schedule:
         """The schedule of a step with so many micro-batches (None: as built), made and verified once for each.
@@ -205,6 +206,34 @@ class Runtime:
         return self._run(
             schedule, inputs, targets, loss_fn, scale, share_losses, return_outputs, recorder, validate
         )
+
+    def rehearse(self, inputs: Microbatches, targets: Microbatches, loss_fn: LossFunction) -> None:
+        """Run every stage once, one after another: what a device does at first use is done before a step needs it.
+
+        inputs, targets: one micro-batch for each direction of the schedule; see `step`. Every rank calls it. Random
+        generators and buffers of the modules are afterwards what they were before, and so are the gradients of plain
+        modules; those of sharded ones are cleared by the next step. Activations stay where they are meanwhile.
+
+        Why: Note [First uses] in analysis/first_use.py.
+        """
+        schedule = serial(self.schedule)
+        verify(schedule)
+        modules = [stage.module for stage in self.stages.values()]
+        kept = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+        gradients = [(each, each.grad) for module in modules for each in module.parameters()]
+        generators = random_state(self.device)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        self._begin_step()
+        with self._handlers.without_offloading():
+            self._run(schedule, inputs, targets, loss_fn, 1.0, False, False, Recorder(self.device))
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+        set_random_state(self.device, generators)
+        del self._operations[id(schedule)]
 
     def evaluate(
         self,

@@ -17,6 +17,7 @@ from counterflow.framework.trainer.build import build
 from counterflow.framework.trainer.run import RunContext
 from counterflow.framework.trainer.step import train_step
 from counterflow.parallel.memory_parts import memory_of
+from counterflow.parallel.pipeline.schedules.registry import generate, generated_schedules
 from tests.rank_pool import RankPool
 from tests.tiny import MIXTURES, merged, run_context, tiny_config, with_few_layers
 
@@ -115,3 +116,23 @@ def test_offloading_is_not_predicted() -> None:
     )
     with pytest.raises(ValueError, match=r"offload.policy=schedule: .* measure it"):
         dry_run(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=[] if (name, stage) in (("1f1b", 1), ("dualpipe", 3)) else SLOW)
+        for name in generated_schedules()
+        for stage in (1, 2, 3)
+    ],
+)
+def test_every_schedule_runs_on_tensors_without_values(name: str, stage: int) -> None:
+    """With each stage of ZeRO. Nothing in a step reads a value, for there is none; what is kept is cut as it says."""
+    layout = {"pp": 2, "dp": 2, "schedule": name, "num_microbatches": 4}
+    whole, cut = (
+        dry_run(tiny_config(**with_few_layers(layout | {"zero": each})), vocab_size=64)[0].peak.parts
+        for each in (0, stage)
+    )
+    # Two-copy schedules hold a stage on two ranks of the pipeline, each twice along the data axis.
+    num_replicas = 2 * len(generate(name, 2, 4).replicas_of(0))
+    assert cut["optimizer"] == pytest.approx(whole["optimizer"] / num_replicas, rel=0.05)

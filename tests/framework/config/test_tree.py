@@ -74,8 +74,8 @@ def test_values_reach_their_dataclasses() -> None:
         ("zero.stage", 2.0, "must be one of 0, 1, 2, 3"),
         ("precision.compute", "bf61", "must be one of fp32, bf16, fp16 (did you mean 'bf16'?)"),
         ("logger.project", 3, "must be text"),
-        ("deterministic", "yes", "must be true or false"),
-        ("deterministic", 1, "must be true or false"),
+        ("deterministic", "yes", "must be auto or true or false"),
+        ("deterministic", 1, "must be auto or true or false"),
         ("device", "gpu", "must be one of auto, cpu, cuda"),
         ("seed", None, "must be a whole number"),
     ],
@@ -143,6 +143,7 @@ def test_every_problem_is_in_one_message() -> None:
         ("training.eval_interval_steps", -1),
         ("comm.timeout_s", 0),
         ("comm.timeout_s", float("nan")),
+        ("comm.startup_timeout_s", 0),
         ("launcher.grace_s", 60),
         ("launcher.threads_per_rank", 0),
         ("optimizer.base_lr", 0),
@@ -305,3 +306,9 @@ def test_hash_and_mapping_follow_the_values_alone(seed: int, stage: int, rate: f
     assert again == config
     assert config_hash(again) == config_hash(config)
     assert config_hash(replace(config, seed=seed + 1)) != config_hash(config)
+
+
+def test_kernels_are_deterministic_by_default_where_that_costs_nothing() -> None:
+    for value, on_cpu, on_cuda in (("auto", True, False), (True, True, True), (False, False, False)):
+        config = from_mapping(TrainConfig, {"deterministic": value})
+        assert (config.is_deterministic("cpu"), config.is_deterministic("cuda")) == (on_cpu, on_cuda)

@@ -34,7 +34,7 @@ NUM_STEPS = 2
 
 def trained(config: TrainConfig, run: RunContext) -> tuple[list[Tensor], list[OffloadReport]]:
     """Losses and norms, gradients and parameters; and what was moved in each step."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     found: list[Tensor] = []
     reports: list[OffloadReport] = []
@@ -194,7 +194,7 @@ def test_no_bit_changes_anywhere(
 
 
 def recorded(config: TrainConfig, run: RunContext) -> StepRecord:
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     train_step(assembly, 0)
     return step_record(assembly, train_step(assembly, 1))

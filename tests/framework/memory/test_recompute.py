@@ -38,7 +38,7 @@ MIXTURE = {"mode": "selective", "modules": ["attention", "moe"]}
 
 def trained(config: TrainConfig, run: RunContext) -> list[Tensor]:
     """Of each step the loss, that of further tokens, the norm and the experts' loads; then gradients and parameters."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     found: list[Tensor] = []
     for step in range(NUM_STEPS):
@@ -135,7 +135,7 @@ def test_no_bit_changes_anywhere(
 
 def measured_peak(config: TrainConfig, run: RunContext) -> int:
     """The most that autograd keeps at once on this rank during a step."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     forward_backward(assembly, 0, Recorder(assembly.device))  # makes the tables of positions
     with saved_bytes(nn.ModuleList(assembly.modules)) as meter:

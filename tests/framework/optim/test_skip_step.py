@@ -181,7 +181,7 @@ def run_steps(
     spoils_losses: bool = False,
 ) -> Outcome:
     """Train; lacks: a batch that the data does not have. stop_after: as a killed run would."""
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     if lacks is not None:
         batch_of = assembly.train.batch

@@ -143,6 +143,12 @@ def test_records_add_up(ranks: RankPool, tiny_data: PreparedData, tmp_path: Path
         assert values["bytes_by_axis"]["tensor"] > 0
         assert values["bytes_by_axis"]["data"] > 0
         assert values["peak_live_activations"] == [3, 3]
+        by_rank = values["rank_busy_s"]
+        means = [sum(by_rank[:2]) / 2, sum(by_rank[2:]) / 2]
+        assert values["busy_s"] == pytest.approx(means, abs=1e-5)
+        assert values["slowest_over_peers"] >= 1
+        assert by_rank[values["slowest_rank"]] in (max(by_rank[:2]), max(by_rank[2:]))
+        assert values["host_lead_s"] is None, "a CPU is its own host"
         assert values["mfu"] is None
 
 

@@ -117,7 +117,7 @@ def train_and_move(
 
     skew: a bias of the choice that goes from the first expert's down to none of the last.
     """
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     for layer in moe_layers(assembly.modules):
         bias = layer.router.state.bias
@@ -188,7 +188,7 @@ def test_where_nothing_moves_nothing_changes(
 
 
 def plain(config: TrainConfig, run: RunContext) -> tuple[list[float], dict[str, Tensor]]:
-    seed_everything(config.seed, deterministic=config.deterministic)
+    seed_everything(config.seed, deterministic=config.is_deterministic("cpu"))
     assembly = build(config, run.data, torch.device("cpu"))
     assert assembly.balancer is None
     losses = [record.loss for record in train(assembly, 0)]

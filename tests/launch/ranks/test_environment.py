@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from counterflow.framework.errors import ConfigError
 from counterflow.launch.ranks.environment import (
     check_single_start,
+    cuda_environment,
     first_host,
+    flight_recorder_environment,
     joined_rank,
     restart_problem,
     tasks_of_node,
@@ -181,3 +185,22 @@ def test_a_second_round_is_refused_with_the_way_on() -> None:
     assert problem is not None
     assert "SLURM_RESTART_COUNT=2" in problem
     assert restart_problem(queued, resume="runs/a", earlier=None) is None
+
+
+def test_a_rank_on_a_gpu_gets_what_the_user_has_not_set() -> None:
+    assert cuda_environment({}) == {
+        "CUDA_MODULE_LOADING": "EAGER",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    mine = {"CUDA_MODULE_LOADING": "LAZY", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    assert cuda_environment(mine) == {}, "under its old name too"
+    assert cuda_environment(mine, deterministic=True) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def test_the_last_operations_of_a_group_are_written_into_the_runs_folder() -> None:
+    found = flight_recorder_environment({}, Path("/runs/7"))
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "/runs/7/nccl-"
+    assert int(found["TORCH_FR_BUFFER_SIZE"]) > 0
+    assert found["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    mine = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine"}
+    assert flight_recorder_environment(mine, Path("/runs/7")) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from counterflow.parallel.ops.weight_grad import WeightGradStore, split_grouped_linear, split_linear
+from counterflow.parallel.ops import weight_grad
+from counterflow.parallel.ops.weight_grad import (
+    WeightGradStore,
+    grouped_weight_gradient,
+    split_grouped_linear,
+    split_linear,
+)
 from counterflow.parallel.pipeline.runtime.adoption import adopt
 
 
@@ -117,6 +126,26 @@ def test_gradients_of_a_stack_are_torchs(width: int, dtype: torch.dtype, sizes: 
     assert store.held_bytes == x.nbytes + grad_output.nbytes
     store.run(0)
     torch.testing.assert_close(weight.grad, expected[1])
+
+
+def test_a_kernel_that_skips_empty_groups_leaves_no_garbage() -> None:
+    """As that of some GPUs does, whose result for a group without rows is whatever was in memory before."""
+    sizes = [0, 3, 0, 4, 0]
+    x, grad_output, ends = torch.randn(7, 8), torch.randn(7, 4), torch.tensor(sizes).cumsum(0).int()
+    parts = zip(grad_output.split(sizes), x.split(sizes), strict=True)
+    expected = torch.stack([rows.t() @ inputs for rows, inputs in parts])
+    kernel = nn.functional.grouped_mm
+
+    def skipping(*args: Tensor, offs: Tensor) -> Tensor:
+        found = kernel(*args, offs=offs)
+        found[[0, 2, 4]] = math.nan
+        return found
+
+    with (
+        mock.patch.object(nn.functional, "grouped_mm", skipping),
+        mock.patch.object(weight_grad, "_skips_empty_groups", return_value=True),
+    ):
+        torch.testing.assert_close(grouped_weight_gradient(x, grad_output, ends), expected)
 
 
 def test_gradient_of_a_bf16_stack_is_accumulated_in_fp32() -> None:

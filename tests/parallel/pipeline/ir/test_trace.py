@@ -182,9 +182,7 @@ def sleep_through_steps(num_ranks: int, num_microbatches: int) -> list[Trace]:
     mesh = build_mesh(MeshConfig(pipeline_parallel_size=num_ranks))
     module = nn.Linear(2, 2)
     stage = SleepingStage(dist.get_rank(), module, PlainParameters(module))
-    runtime = Runtime(
-        {stage.index: stage}, schedule, group=mesh.pipeline, reverse_group=mesh.pipeline_reverse
-    )
+    runtime = Runtime({stage.index: stage}, schedule, group=mesh.pipeline)
     batch = [torch.ones(1, 2)] * num_microbatches
     traces: list[Trace] = []
     for _ in range(3):
@@ -243,7 +241,7 @@ def held_bytes(num_ranks: int, num_microbatches: int) -> list[int]:
     for index in schedule.stages_of(dist.get_rank()):
         module = nn.Linear(2, 2)
         stages[index] = Stage(index, module, PlainParameters(module, mesh.replica))
-    runtime = Runtime(stages, schedule, group=mesh.pipeline, reverse_group=mesh.pipeline_reverse)
+    runtime = Runtime(stages, schedule, group=mesh.pipeline)
     batch = [torch.ones(1, 2)] * num_microbatches
     steps = [runtime.step(batch, batch, nn.functional.mse_loss).trace for _ in range(2)]
     return [trace.peak_held_weight_grad_bytes for trace in steps]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from counterflow.parallel.collectives import Axis
-from counterflow.parallel.groups import new_group
+from counterflow.parallel.groups import new_groups
 from counterflow.parallel.mesh import MeshConfig, build_mesh
 from counterflow.parallel.pipeline.analysis.passes import lower, why_not_overlapped
 from counterflow.parallel.pipeline.analysis.simulate import Costs, simulate
@@ -454,7 +454,7 @@ def step_of_a_library_pipeline(overlap: bool) -> tuple[Tensor, dict[str, Tensor]
         lambda index: make_stage(index, LAYERS, axis, point),
         "dualpipe_v",
         num_microbatches=6,
-        group=new_group([dist.get_rank()], "alone"),
+        group=new_groups([[rank] for rank in range(dist.get_world_size())], "alone"),
         interleaver=point,
     )
     losses = pipeline.step(*make_batch(axis.rank, 6), nn.functional.mse_loss).losses

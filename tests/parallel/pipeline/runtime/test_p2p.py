@@ -57,7 +57,7 @@ def exchange(
     """Rank 0 sends activations of differing shapes, rank 1 sends each back as a gradient; what came, bytes sent."""
     meter, group = ByteMeter(), dist.group.WORLD
     transport = Transport(
-        group, group, device=CPU, meter=meter, chunk_bytes=chunk_bytes, payload=payload_of(precision)
+        group, device=CPU, meter=meter, chunk_bytes=chunk_bytes, payload=payload_of(precision)
     )
     order = list(range(num_microbatches))
     received: dict[int, tuple[Tensor, ...]] = {}
@@ -165,7 +165,7 @@ class CountingGroup:
 
 def messages(chunk_bytes: int | None, *, uniform: bool) -> list[tuple[int, ...]]:
     group: Any = CountingGroup()
-    transport = Transport(group, group, device=CPU, chunk_bytes=chunk_bytes)
+    transport = Transport(group, device=CPU, chunk_bytes=chunk_bytes)
     for microbatch in range(2):
         transport.send(1, FORWARD, microbatch, (torch.zeros(8, 16), torch.zeros(3)), uniform=uniform)
     transport.finish_step()

@@ -67,7 +67,7 @@ def make_runtime(name: str, num_ranks: int, num_microbatches: int) -> Runtime:
     for index in schedule.stages_of(dist.get_rank()):
         module = make_stage(index)
         stages[index] = Stage(index, module, PlainParameters(module, mesh.replica))
-    return Runtime(stages, schedule, group=mesh.pipeline, reverse_group=mesh.pipeline_reverse)
+    return Runtime(stages, schedule, group=mesh.pipeline)
 
 
 def run_layout(
