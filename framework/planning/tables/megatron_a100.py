@@ -146,7 +146,8 @@ TABLES = (
         definition="step time",
         cases=_korthikanti_cases,
         notes=(
-            "Times of 175B, 530B and 1T agree with the MFU that the paper gives for them (51.4, 56.0, 56.3 %).",
+            "Times and layouts of 175B, 530B and 1T are not in the transcription that the others were read from. They "
+            "were entered from memory and agree with the MFU of the paper (51.4, 56.0, 56.3 %); check them before use.",
         ),
     ),
     PublishedTable(
