@@ -124,8 +124,8 @@ TABLES = (
         notes=(
             "The model was looked at beside this table three times while it was written, so the row is no blind test: "
             "the processors that communication takes and fp8's rounding were added after a first -29 %, and the "
-            "efficiency of fused attention on Hopper was set to the 35 % that arXiv 2407.08608 says of FlashAttention-2 "
-            "after an earlier 55 % had left the step 17 % too short.",
+            "efficiency of fused attention on Hopper was set to the 35 % that arXiv 2407.08608 says of "
+            "FlashAttention-2 after an earlier 55 % had left the step 17 % too short.",
         ),
     ),
 )
