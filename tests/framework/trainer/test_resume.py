@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,6 @@ from counterflow.framework.trainer.resume_source import (
     checkpoints_of,
     clean_leftovers,
 )
-from counterflow.framework.trainer.run_lock import RunLock
 from counterflow.launch.cli import main
 from tests.rank_pool import RankError, RankPool
 from tests.runs import run_steps
@@ -317,6 +319,28 @@ def test_what_checkpoint_resume_may_name(tmp_path: Path) -> None:
         checkpoint_to_resume(str(tmp_path / "nothing"))
 
 
+@contextlib.contextmanager
+def locked_by_another_run(run_dir: Path) -> Iterator[None]:
+    """The lock of a process of its own: what this one or its launcher holds is this run's."""
+    code = (
+        "import sys; from pathlib import Path; from counterflow.framework.trainer.run_lock import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read(); lock.release()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        try:
+            yield
+        finally:
+            other.communicate()
+
+
 def test_a_run_that_still_writes_is_gone_on_from_at_a_named_step_only(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -324,7 +348,7 @@ def test_a_run_that_still_writes_is_gone_on_from_at_a_named_step_only(
     folder = step_folder(checkpoints_of(run_dir), 4)
     half = checkpoints_of(run_dir) / "step-00000008.tmp-0123abcd"
     half.mkdir()
-    with RunLock(run_dir):
+    with locked_by_another_run(run_dir):
         message = _refusal(ranks, run_dir, run_dir)
         assert "still writes there, so its newest checkpoint is not settled" in message
         assert ranks.run(_agreed, 2, (folder, folder)) == [("step-00000004", 4.0)] * 2
